@@ -1,0 +1,276 @@
+"""agent.py owns what a user writes (Env, Result) and what a rollout leaves behind (Trajectory).
+
+It knows no HTTP, vLLM, torch or Ray, and no groups: `run_episode` is given a `generate` callable and a tokenizer.
+Token identity is kept here: an episode is one growing list of ids. The ids the engine sampled are appended as they
+came, and only *new* text (the prompt, an observation) is ever tokenised; history is never rendered again.
+
+Letters: T tokens of one segment. A *segment* is one unbroken id sequence; a rollout of an Env is one segment.
+Sources: the Env interface follows Gymnasium (https://gymnasium.farama.org); token-in/token-out is arXiv:2607.21653, section 3.
+"""
+
+import importlib.util
+import inspect
+import math
+import numbers
+import re
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+# ---------------------------------------------------------------------------------------------------- records
+@dataclass
+class Trajectory:
+    """One segment of one rollout: four arrays of equal length [T], grown only by `extend`.
+
+    token_ids int32; response_mask True where the policy sampled; behaviour_logprobs (nats) and policy_versions as the
+    engine reported them for sampled tokens, 0 and -1 elsewhere. `reward` is the rollout's (None = not scored).
+    """
+
+    rollout: int                       # which rollout; its segments share the number
+    group: int                         # which prompt of the stream; rollouts of one group share the number
+    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))             # [T]
+    response_mask: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))             # [T]
+    behaviour_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [T]
+    policy_versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))       # [T]
+    reward: float | None = None
+    truncated: bool = False            # the last answer hit a token limit, or the context was full
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def extend(self, token_ids, logprobs=None, policy_versions=None) -> None:
+        """Append tokens. With logprobs and policy_versions they were *sampled*; without, they were *observed*.
+
+        Raises ValueError when the three lengths differ or a logprob is missing (None, NaN) or positive infinite.
+        """
+        token_ids = np.asarray(token_ids, dtype=np.int32).reshape(-1)
+        n = len(token_ids)
+        if (logprobs is None) != (policy_versions is None):
+            raise ValueError(f"Rollout {self.rollout}: sampled tokens need both logprobs and policy_versions; give both or neither.")
+        sampled = logprobs is not None
+        if sampled:
+            logprobs = np.asarray([math.nan if x is None else x for x in logprobs], dtype=np.float32)
+            policy_versions = np.asarray(policy_versions, dtype=np.int32).reshape(-1)
+            if not len(logprobs) == len(policy_versions) == n:
+                raise ValueError(
+                    f"Rollout {self.rollout}: {n} sampled tokens came with {len(logprobs)} logprobs and {len(policy_versions)} policy "
+                    "versions. Every sampled token needs one of each; nothing is filled in.")
+            if np.isnan(logprobs).any() or np.isposinf(logprobs).any():
+                where = int(np.flatnonzero(np.isnan(logprobs) | np.isposinf(logprobs))[0])
+                raise ValueError(
+                    f"Rollout {self.rollout}: the logprob of sampled token {where} (id {token_ids[where]}) is missing or not a number. "
+                    "A token without its behaviour logprob cannot be trained; check what the engine returned.")
+        self.token_ids = np.concatenate([self.token_ids, token_ids])
+        self.response_mask = np.concatenate([self.response_mask, np.full(n, sampled)])
+        self.behaviour_logprobs = np.concatenate([self.behaviour_logprobs, logprobs if sampled else np.zeros(n, np.float32)])
+        self.policy_versions = np.concatenate([self.policy_versions, policy_versions if sampled else np.full(n, -1, np.int32)])
+
+
+@dataclass
+class Result:
+    """What `Env.step` returns after one action.
+
+    Rewards add up over the turns; None means "could not be scored" and drops the rollout (counted, never taken as 0).
+    `info` of the last turn is the rollout's; its numbers become metrics.
+    """
+
+    reward: float | None = 0.0
+    observation: str | list[dict] = ""   # text (a user message) or chat messages; used only when the episode goes on
+    terminated: bool = True              # True ends the episode
+    truncated: bool = False              # ends it too, and marks the rollout as cut short
+    info: dict[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None        # limit of the next answer, tokens; None = the run's --max-new-tokens
+    stop: list[str] = field(default_factory=list)   # stop strings of the next answer
+
+
+class Env:
+    """An agent whose loop we own. Override `step`; override `reset` and `close` when there is state.
+
+    A new instance serves each rollout. `self.prompt` is the prompt's dict (messages or prompt, label, anything else).
+    """
+
+    max_turns: int = 32                  # answers in an episode at most; 1 lets a whole group travel in one engine call
+
+    async def reset(self, prompt: dict) -> str | list[dict]:
+        """The first observation. By default the prompt's messages, or its text as one user message."""
+        return prompt.get("messages") or prompt["prompt"]
+
+    async def step(self, action: str) -> Result:
+        """Answer to one action. `action` is the decoded answer without its stop token, which stays in the ids."""
+        raise NotImplementedError(f"{type(self).__name__} needs `async def step(self, action) -> Result`.")
+
+    async def close(self) -> None:
+        """Called once on every way out of an episode."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Token limits of an episode: `context` counts prompt and all turns, `max_new_tokens` one answer (None: what is left)."""
+
+    context: int
+    max_new_tokens: int | None = None
+
+
+# ---------------------------------------------------------------------------------------------------- text to ids
+_MARK = re.compile("\ue000(\\d+)\ue001")   # private-use characters stand for a control token that a user or a tool wrote
+
+
+def control_tokens(tokenizer) -> list[str]:
+    """The strings that the tokenizer would turn into control ids, longest first."""
+    return sorted({t.content for t in tokenizer.added_tokens_decoder.values() if t.special}, key=len, reverse=True)
+
+
+def escape(value, control: list[str]):
+    """Replace control strings inside a message (or any part of one) by marks, so that they stay text when tokenised."""
+    if isinstance(value, str):
+        for k, token in enumerate(control):
+            value = value.replace(token, f"\ue000{k}\ue001")
+        return value
+    if isinstance(value, list):
+        return [escape(v, control) for v in value]
+    if isinstance(value, dict):
+        return {k: v if k in ("role", "type") else escape(v, control) for k, v in value.items()}
+    return value
+
+
+def tokenize(tokenizer, text: str) -> list[int]:
+    """Ids of rendered text: the template's markup becomes control tokens, marked text never does. No BOS is added."""
+    control, ids = control_tokens(tokenizer), []
+    for k, piece in enumerate(_MARK.split(text)):
+        if k % 2:
+            ids += tokenizer.encode(control[int(piece)], add_special_tokens=False, split_special_tokens=True)
+        elif piece:
+            ids += tokenizer.encode(piece, add_special_tokens=False)
+    return ids
+
+
+def as_messages(observation: str | list[dict]) -> list[dict]:
+    return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
+
+
+def render_prompt(tokenizer, observation: str | list[dict], tools: list | None = None) -> list[int]:
+    """Ids of the first prompt: the model's own chat template up to and including the assistant header.
+
+    A tokenizer without a chat template takes plain text only, as it is.
+    """
+    if tokenizer.chat_template is None:
+        if not isinstance(observation, str):
+            raise ValueError("This tokenizer has no chat_template, so it cannot render messages. Give prompts as text, or a chat model.")
+        return tokenize(tokenizer, escape(observation, control_tokens(tokenizer)))
+    messages = escape(as_messages(observation), control_tokens(tokenizer))
+    return tokenize(tokenizer, tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True))
+
+
+_ANSWER = "\ue002answer\ue003"   # stands for the assistant's text where only the markup around it is wanted
+
+
+def render_delta(tokenizer, observation: str | list[dict], sampled_ids, tools: list | None = None) -> list[int]:
+    """Ids that follow an answer: the template's closing markup, the new messages, the next assistant header.
+
+    The history is a stand-in, so nothing of it is rendered again. Closing markup that was already sampled (the stop
+    token) is not repeated; where the answer was cut short it is added, as observed tokens.
+    """
+    if tokenizer.chat_template is None:
+        return tokenize(tokenizer, escape(observation, control_tokens(tokenizer)))
+    new = escape(as_messages(observation), control_tokens(tokenizer))
+    history = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
+    text = tokenizer.apply_chat_template(history + new, tools=tools, tokenize=False, add_generation_prompt=True)
+    if text.count(_ANSWER) != 1:
+        raise ValueError("The chat template does not write an assistant message's content exactly once, so turns cannot be joined to it.")
+    tail = text.split(_ANSWER)[1]
+    if len(sampled_ids):
+        last = tokenizer.decode([int(sampled_ids[-1])], skip_special_tokens=False)
+        if last in control_tokens(tokenizer) and tail.startswith(last):
+            tail = tail[len(last):]
+    return tokenize(tokenizer, tail)
+
+
+def answer_text(tokenizer, completion) -> str:
+    """The sampled ids as text, decoded as one piece, without the stop token or stop string that ended them."""
+    ids = [int(t) for t in completion.token_ids]
+    if completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str):
+        ids = ids[:-1]
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    if isinstance(completion.stop_reason, str):
+        text = text[: text.rfind(completion.stop_reason)] if completion.stop_reason in text else text
+    return text
+
+
+# ---------------------------------------------------------------------------------------------------- the episode
+Generate = Callable[..., Awaitable[Any]]   # generate(token_ids, max_tokens=, stop=, turn=) -> generator.Completion
+
+
+def checked_reward(reward, rollout: int) -> float | None:
+    """A finite float, or None for "not scored" (None or NaN). Anything else is the agent's mistake."""
+    if reward is None:
+        return None
+    if isinstance(reward, bool) or isinstance(reward, (numbers.Real, np.number)):
+        return float(reward) if math.isfinite(reward) else None
+    raise TypeError(f"Rollout {rollout}: Result.reward must be a number or None, got {reward!r}. Convert it in your agent.")
+
+
+async def run_episode(env: Env, prompt: dict, tokenizer, generate: Generate, budget: Budget, rollout: int = 0, group: int = 0) -> list[Trajectory]:
+    """One rollout of an Env: reset, then (generate, step) until it ends. Returns its segments (for an Env: one).
+
+    Ends when step says terminated or truncated, after `max_turns` answers, or when the context is full; the last two
+    set `truncated`. A prompt that leaves no room is never sent: the trajectory then has no sampled token.
+    """
+    trajectory = Trajectory(rollout, group)
+    try:
+        env.prompt, total, max_tokens, stop = prompt, 0.0, None, []
+        trajectory.extend(render_prompt(tokenizer, await env.reset(prompt), prompt.get("tools")))
+        for turn in range(env.max_turns):
+            room = budget.context - len(trajectory)
+            if room <= 0:
+                trajectory.truncated = True
+                break
+            limit = min(x for x in (room, max_tokens or budget.max_new_tokens) if x)
+            completion = await generate(trajectory.token_ids, max_tokens=limit, stop=stop, turn=turn)
+            trajectory.extend(completion.token_ids, completion.logprobs, completion.policy_versions)
+            trajectory.truncated = completion.finish_reason == "length"
+            result = await env.step(answer_text(tokenizer, completion))
+            if not isinstance(result, Result):
+                raise TypeError(f"{type(env).__name__}.step must return an agent.Result, got {type(result).__name__}.")
+            reward = checked_reward(result.reward, rollout)
+            total = None if total is None or reward is None else total + reward
+            trajectory.reward, trajectory.info = total, result.info
+            trajectory.truncated |= result.truncated
+            if result.terminated or result.truncated:
+                break
+            if turn + 1 == env.max_turns:
+                trajectory.truncated = True
+                break
+            delta = render_delta(tokenizer, result.observation, completion.token_ids, prompt.get("tools"))
+            if len(trajectory) + len(delta) >= budget.context:   # no room for an answer: earlier turns stay as they are
+                trajectory.truncated = True
+                break
+            trajectory.extend(delta)
+            max_tokens, stop = result.max_tokens, result.stop
+        return [trajectory]
+    finally:
+        await env.close()
+
+
+# ---------------------------------------------------------------------------------------------------- the user's module
+def load_agent(path: str):
+    """Import the run's agent module (a .py file) and check that it exports `AgentRunner`. Raises ValueError otherwise."""
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ValueError(f"--agent {path}: there is no such file. Give the path of a Python module that defines AgentRunner.")
+    name = f"agent_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    if not hasattr(module, "AgentRunner"):
+        raise ValueError(f"--agent {path} defines no AgentRunner. Name your Env subclass `AgentRunner`.")
+    for name in ("reset", "step", "close"):
+        if not inspect.iscoroutinefunction(getattr(module.AgentRunner, name)):
+            raise ValueError(f"--agent {path}: AgentRunner.{name} must be `async def`, so that one worker can run many episodes at once.")
+    return module

@@ -1,0 +1,412 @@
+"""generator.py owns how rollouts come about: Completion, Engine, AgentWorker, Pool and where prompts come from.
+
+It knows no advantages, padding or losses, and not how weights arrive: it only names weight_sync's receiver to vLLM.
+The path of a rollout: the Pool (in the driver's event loop) starts a prompt group, an AgentWorker (Ray) runs its
+episodes, an Engine (Ray, vLLM AsyncLLM) turns token ids into token ids + behaviour logprobs + policy versions.
+Every sampling field is sent explicitly, so no file of the model can change what the trainer assumes.
+
+Letters: G rollouts of one prompt, P prompt groups of a step, E engines, W workers.
+Sources: the streaming pool is arXiv:2607.21653, section 3; the order-of-start rule is explained at Pool.
+"""
+
+import asyncio
+import json
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import ray
+
+from agent import Budget, Trajectory, load_agent, run_episode
+
+
+# ---------------------------------------------------------------------------------------------------- configuration
+@dataclass(frozen=True)
+class GeneratorConfig:
+    """Where rollouts come from."""
+
+    agent: str = "recipes/arithmetic.py"   # Python module that exports AgentRunner, and prompts(split) unless --prompts is given
+    prompts: str | None = None         # JSONL file or Hugging Face data set of prompts (prompt or messages, label, tools); None = the agent's
+    prompts_per_step: int = 32         # P, prompt groups of a training step
+    group_size: int = 8                # G, rollouts of a prompt
+    context_length: int = 128          # tokens of prompt and all turns together
+    max_new_tokens: int | None = 8     # tokens of one answer; None = whatever the context leaves
+    temperature: float = 1.0           # sampling temperature in training; the trainer divides its logits by it
+    engines: int = 1                   # E, vLLM engines; a rollout stays on one
+    engine_tp_size: int = 1            # GPUs of one engine (tensor parallel)
+    agent_workers: int = 1             # W, processes that run agents
+    max_num_seqs: int = 512            # sequences an engine runs at once
+    max_num_batched_tokens: int = 16384   # tokens an engine takes in one step
+    kv_cache_gb: float = 1.0           # KV cache of a CPU engine, GB
+    gpu_memory_utilization: float = 0.85  # share of the GPU an engine may take
+    rollout_timeout: float = 600.0     # seconds one rollout may take before it is dropped and counted
+
+    def __post_init__(self):
+        for name in ("prompts_per_step", "group_size", "engines", "agent_workers", "context_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: want at least 1.")
+        if self.temperature <= 0:
+            raise ValueError(f"--temperature {self.temperature}: training samples, so it must be above 0. Greedy decoding is for evals.")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(f"--max-new-tokens {self.max_new_tokens}: want at least 1, or None for what the context leaves.")
+        if self.max_num_batched_tokens < self.context_length:
+            raise ValueError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --context-length {self.context_length}: prompts are never cut "
+                "into chunks, so one step must hold the longest.")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an answer is sampled. In training only the temperature is free; evals may be greedy (temperature 0)."""
+
+    temperature: float = 1.0
+    seed: int | None = None            # None: not seeded
+
+
+# ---------------------------------------------------------------------------------------------------- engine
+@dataclass
+class Completion:
+    """One answer: n sampled ids with their logprobs (nats) and the version of the weights that sampled each, all [n]."""
+
+    token_ids: np.ndarray              # int32
+    logprobs: np.ndarray               # float32
+    policy_versions: np.ndarray        # int32
+    finish_reason: str                 # "stop" or "length"
+    stop_reason: int | str | None = None   # a stop string, or a stop token that is not the eos
+
+
+def read_completion(output, version_of: list[int], name: str) -> Completion:
+    """vLLM's output -> Completion; raises ValueError, naming the request, when a sampled token has no logprob."""
+    token_ids, rows = list(output.token_ids), output.logprobs
+    if rows is None or len(rows) != len(token_ids):
+        raise ValueError(f"vLLM returned {0 if rows is None else len(rows)} logprobs for {len(token_ids)} sampled tokens ({name}). "
+                         "Every sampled token needs its behaviour logprob; check SamplingParams.logprobs in generator.py.")
+    absent = [t for t, row in zip(token_ids, rows) if t not in row]
+    if absent:
+        raise ValueError(f"vLLM returned no logprob for sampled token {absent[0]} ({name}); check logprobs_mode in generator.py.")
+    return Completion(
+        np.asarray(token_ids, np.int32), np.asarray([row[t].logprob for t, row in zip(token_ids, rows)], np.float32),
+        np.asarray(version_of, np.int32), output.finish_reason, output.stop_reason)
+
+
+@ray.remote(max_restarts=0, concurrency_groups={"control": 64})
+class Engine:
+    """One vLLM AsyncLLM: token ids in, Completions out, labelled with the version of the weights that sampled them.
+
+    Control calls (pause, weight update, resume, health) have a concurrency group, and so an event loop, of their own:
+    thousands of waiting generates never keep a publish from starting.
+    """
+
+    def __init__(self, model: str, cfg: GeneratorConfig, dtype: str, transfer: str, tie_word_embeddings: bool):
+        self.model, self.cfg, self.dtype, self.transfer = model, cfg, dtype, transfer
+        self.untie = tie_word_embeddings and transfer == "gloo"    # the CPU engine prepacks a head of its own
+        self.version = -1                                          # dummy weights: nothing may be sampled before the first publish
+        self.in_flight = 0
+
+    async def start(self) -> None:
+        """Load vLLM with dummy weights; the real ones come with the first publish."""
+        from vllm import AsyncEngineArgs
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.loop = asyncio.get_running_loop()
+        cpu = {"enforce_eager": True, "kv_cache_memory_bytes": int(self.cfg.kv_cache_gb * 2**30), "distributed_executor_backend": "uni"}
+        gpu = {"gpu_memory_utilization": self.cfg.gpu_memory_utilization, "tensor_parallel_size": self.cfg.engine_tp_size}
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
+            model=self.model, dtype=self.dtype, load_format="dummy", max_model_len=self.cfg.context_length, max_num_seqs=self.cfg.max_num_seqs,
+            max_num_batched_tokens=self.cfg.max_num_batched_tokens, enable_chunked_prefill=False, enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs", disable_log_stats=True, worker_extension_cls="weight_sync.Receiver",
+            hf_overrides={"tie_word_embeddings": False} if self.untie else {},
+            weight_transfer_config=WeightTransferConfig(backend=self.transfer), **(cpu if self.transfer == "gloo" else gpu)))
+        await self.llm.collective_rpc("watch_weights")
+
+    async def generate(self, requests: list[tuple[str, np.ndarray, int, list[str]]], sampling: list[Sampling]) -> list[Completion]:
+        """(name, token_ids, max_tokens, stop strings) of each request -> its Completion, in order."""
+        return await asyncio.gather(*[self._one(*request, s) for request, s in zip(requests, sampling)])
+
+    async def _one(self, name: str, token_ids: np.ndarray, max_tokens: int, stop: list[str], sampling: Sampling) -> Completion:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if self.version < 0:
+            raise RuntimeError("This engine still has dummy weights; publish version 0 before anything is sampled.")
+        params = SamplingParams(
+            n=1, temperature=sampling.temperature, top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
+            repetition_penalty=1.0, seed=sampling.seed, max_tokens=max_tokens, min_tokens=0, stop=stop or None, ignore_eos=False, logprobs=0,
+            detokenize=bool(stop), skip_special_tokens=False, include_stop_str_in_output=True, output_kind=RequestOutputKind.FINAL_ONLY)
+        async for output in self.llm.generate({"prompt_token_ids": token_ids.tolist()}, params, request_id=name):
+            pass
+        answer = output.outputs[0]
+        return read_completion(answer, [self.version] * len(answer.token_ids), name)
+
+    async def _control(self, coroutine):
+        """Run on the loop that vLLM's client lives on: control calls arrive on another one."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
+
+    @ray.method(concurrency_group="control")
+    async def pause(self) -> None:
+        """Freeze what is in flight and drop the caches of the old weights."""
+        await self._control(self.llm.pause_generation(mode="keep", clear_cache=True))
+
+    @ray.method(concurrency_group="control")
+    async def resume(self, version: int) -> None:
+        """From here on tokens are of `version`."""
+        await self._control(self.llm.update_weight_version(str(version)))
+        self.version = version
+        await self._control(self.llm.resume_generation())
+
+    @ray.method(concurrency_group="control")
+    async def init_weight_transfer_engine(self, info: dict) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._control(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
+
+    @ray.method(concurrency_group="control")
+    async def start_weight_update(self) -> None:
+        await self._control(self.llm.start_weight_update())
+
+    @ray.method(concurrency_group="control")
+    async def update_weights(self, info) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._control(self.llm.update_weights(WeightTransferUpdateRequest(info)))
+
+    @ray.method(concurrency_group="control")
+    async def finish_weight_update(self) -> None:
+        await self._control(self.llm.finish_weight_update())
+
+    @ray.method(concurrency_group="control")
+    async def missing_weights(self) -> list[str]:
+        """Engine parameters that the last update did not reach, over all workers."""
+        return sorted({name for names in await self._control(self.llm.collective_rpc("missing_weights")) for name in names})
+
+    @ray.method(concurrency_group="control")
+    async def stop(self) -> None:
+        self.llm.shutdown()
+
+
+# ---------------------------------------------------------------------------------------------------- agent worker
+@dataclass
+class Group:
+    """A prompt and what became of its rollouts."""
+
+    index: int                         # place in the prompt stream
+    prompt: dict
+    rollouts: list[list[Trajectory]] = field(default_factory=list)   # usable ones: segments of each
+    dropped: Counter = field(default_factory=Counter)                # reason -> number of rollouts
+    errors: list[str] = field(default_factory=list)                  # first lines of what went wrong
+    seconds: float = 0.0               # from start to the last rollout
+
+
+def rollout_seed(run_seed: int, group: int, member: int, turn: int) -> int:
+    """A sampling seed that depends on the run, the rollout and the turn only, so that a resumed run draws the same."""
+    return int(np.random.SeedSequence([run_seed, group, member, turn]).generate_state(1)[0])
+
+
+@ray.remote(max_restarts=0)
+class AgentWorker:
+    """Runs the episodes of whole prompt groups. Where the agent takes one turn, a group travels in one engine call."""
+
+    def __init__(self, model: str, cfg: GeneratorConfig, engines: list, run_seed: int):
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.cfg, self.engines, self.run_seed = cfg, engines, run_seed
+        self.agent = load_agent(cfg.agent).AgentRunner
+        self.budget = Budget(cfg.context_length, cfg.max_new_tokens)
+
+    async def run_groups(self, prompts: list[tuple[int, dict]], engine: int, samples: int, temperature: float, name: str = "train") -> list[Group]:
+        """`samples` rollouts of each (index, prompt), on one engine. Failures are counted by reason, never turned into rewards."""
+        batcher = Batcher(self.engines[engine], samples * len(prompts) if self.agent.max_turns == 1 else 1)
+        return await asyncio.gather(*[self._group(batcher, index, prompt, samples, temperature, name) for index, prompt in prompts])
+
+    async def _group(self, batcher: "Batcher", index: int, prompt: dict, samples: int, temperature: float, name: str) -> Group:
+        group, began = Group(index, prompt), time.monotonic()
+        outcomes = await asyncio.gather(*[self._rollout(batcher, index, prompt, member, samples, temperature, name) for member in range(samples)])
+        for segments, reason, error in outcomes:
+            if reason is None:
+                group.rollouts.append(segments)
+            else:
+                group.dropped[reason] += 1
+                group.errors += [error] if error else []
+        group.seconds = time.monotonic() - began
+        return group
+
+    async def _rollout(self, batcher: "Batcher", index: int, prompt: dict, member: int, samples: int, temperature: float, name: str):
+        """One episode -> (segments, None, None), or (None, why it cannot be used, what went wrong)."""
+        rollout = index * samples + member
+        seeds = self.run_seed if name == "train" else self.run_seed + 1
+
+        async def generate(token_ids, max_tokens, stop, turn) -> Completion:
+            seed = rollout_seed(seeds, index, member, turn) if temperature else None
+            return await batcher.generate((f"{name}-{rollout}-{turn}", token_ids, max_tokens, stop), Sampling(temperature, seed))
+
+        try:
+            async with asyncio.timeout(self.cfg.rollout_timeout):
+                segments = await run_episode(self.agent(), prompt, self.tokenizer, generate, self.budget, rollout, index)
+        except TimeoutError:
+            return None, "timeout", f"rollout {rollout} of prompt {index} took longer than --rollout-timeout {self.cfg.rollout_timeout} s"
+        except Exception as error:                         # one agent's fault costs one rollout; it is counted and shown
+            return None, f"error_{type(error).__name__}", f"rollout {rollout} of prompt {index}: {type(error).__name__}: {error}"
+        finally:
+            batcher.left()
+        if not any(s.response_mask.any() for s in segments):
+            return None, "prompt_too_long" if segments[0].truncated else "empty", None
+        if segments[0].reward is None:
+            return None, "unscored", None
+        return segments, None, None
+
+
+class Batcher:
+    """Collects the requests of `expected` rollouts into one Ray call; a rollout that ends without asking leaves."""
+
+    def __init__(self, engine, expected: int):
+        self.engine, self.expected, self.waiting = engine, expected, []
+        self.single = expected == 1
+
+    async def generate(self, request: tuple, sampling: Sampling) -> Completion:
+        if self.single:
+            return (await self.engine.generate.remote([request], [sampling]))[0]
+        answer = asyncio.get_running_loop().create_future()
+        self.waiting.append((request, sampling, answer))
+        self.send_when_full()
+        return await answer
+
+    def left(self) -> None:
+        if not self.single:
+            self.expected -= 1
+            self.send_when_full()
+
+    def send_when_full(self) -> None:
+        if self.waiting and len(self.waiting) >= self.expected:
+            batch, self.waiting = self.waiting, []
+            self.sending = asyncio.ensure_future(self.send(batch))
+
+    async def send(self, batch: list) -> None:
+        try:
+            answers = await self.engine.generate.remote([b[0] for b in batch], [b[1] for b in batch])
+            for (_, _, future), answer in zip(batch, answers):
+                future.done() or future.set_result(answer)
+        except Exception as error:
+            for _, _, future in batch:
+                future.done() or future.set_exception(error)
+
+
+# ---------------------------------------------------------------------------------------------------- prompts
+def read_prompts(cfg: GeneratorConfig, split: str) -> list[dict]:
+    """Prompts of a split ("train" or "eval") as dicts with `messages` or `prompt`. Raises ValueError naming the bad row.
+
+    From --prompts (a JSONL file, or a data set for datasets.load_dataset), else from the agent module's prompts(split).
+    Rows with a field `split` belong to that split; where none has one, the last tenth (at most 1,000) is the eval split.
+    """
+    if cfg.prompts is None:
+        module = load_agent(cfg.agent)
+        if not hasattr(module, "prompts"):
+            raise ValueError(f"--agent {cfg.agent} defines no prompts(split). Add it, or give --prompts a JSONL file or a data set.")
+        rows = list(module.prompts(split))
+    else:
+        if Path(cfg.prompts).is_file():
+            rows = [json.loads(line) for line in Path(cfg.prompts).read_text().splitlines() if line.strip()]
+        else:
+            from datasets import load_dataset
+
+            rows = [dict(row) for row in load_dataset(cfg.prompts, split="train")]
+        if any("split" in row for row in rows):
+            rows = [row for row in rows if row.get("split", "train") == split]
+        else:
+            held_out = min(1000, max(1, len(rows) // 10))
+            rows = rows[-held_out:] if split == "eval" else rows[:-held_out]
+    for i, row in enumerate(rows):
+        if not isinstance(row, dict) or not (row.get("messages") or row.get("prompt")):
+            raise ValueError(f"Prompt {i} of the {split} split has neither `messages` nor `prompt`: {str(row)[:200]}")
+    if not rows:
+        raise ValueError(f"The {split} split has no prompts. Check --prompts {cfg.prompts} or prompts({split!r}) in {cfg.agent}.")
+    return rows
+
+
+class PromptStream:
+    """An endless, seeded order of prompts: number n is position n % len of epoch n // len, each epoch shuffled anew."""
+
+    def __init__(self, prompts: list[dict], seed: int):
+        self.prompts, self.seed = prompts, seed
+
+    def __getitem__(self, n: int) -> dict:
+        epoch, place = divmod(n, len(self.prompts))
+        return self.prompts[np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts))[place]]
+
+    def epoch(self, n: int) -> int:
+        return n // len(self.prompts)
+
+
+# ---------------------------------------------------------------------------------------------------- pool
+class Pool:
+    """Prompt groups in flight, at most `slots` of them started and not yet released.
+
+    `take(P)` waits for the first P groups **in order of start**, even when younger ones are complete. A group that ends
+    with fewer than `min_rollouts` usable rollouts is dropped and counted, and its replacement goes to the back. A slot is
+    freed by `release`, which the loop calls after `publish`: so with slots = (max_staleness + 1) * P no group starts more
+    than max_staleness versions before it is trained. The pool lives in the driver's event loop, which nothing may block.
+    """
+
+    def __init__(self, stream: PromptStream, run_group: Callable[[int, dict], Awaitable[Group]], slots: int, min_rollouts: int, give_up_after: int = 256):
+        self.stream, self.run_group, self.slots, self.min_rollouts, self.give_up_after = stream, run_group, slots, min_rollouts, give_up_after
+        self.next = 0                            # next number of the prompt stream
+        self.running: deque[tuple[int, asyncio.Task]] = deque()   # in order of start
+        self.taken = 0                           # groups that take handed out and release has not freed
+        self.dropped: Counter = Counter()        # reason -> rollouts, since the start
+        self.dropped_groups = 0
+        self.head_seconds = 0.0                  # waited for the head of the line while a younger group was complete
+        self.pending: list[int] = []             # numbers to issue before new ones (what was in flight when a checkpoint was written)
+
+    def fill(self) -> None:
+        while len(self.running) + self.taken < self.slots:
+            n = self.pending.pop(0) if self.pending else self.next
+            self.next = max(self.next, n + 1)
+            self.running.append((n, asyncio.ensure_future(self.run_group(n, self.stream[n]))))
+
+    async def take(self, count: int) -> list[Group]:
+        """The next `count` groups in order of start. Raises RuntimeError when nothing usable comes any more."""
+        groups, lost = [], 0
+        self.fill()
+        while len(groups) < count:
+            n, task = self.running[0]
+            began = time.monotonic()
+            younger = any(t.done() for _, t in self.running)
+            group = await task
+            self.head_seconds += (time.monotonic() - began) if younger else 0.0
+            self.running.popleft()
+            self.dropped.update(group.dropped)
+            if len(group.rollouts) >= self.min_rollouts:
+                groups.append(group)
+                self.taken, lost = self.taken + 1, 0
+                continue
+            self.dropped_groups, lost = self.dropped_groups + 1, lost + 1
+            if lost >= self.give_up_after:
+                first = f" First error: {group.errors[0]}." if group.errors else ""
+                raise RuntimeError(
+                    f"{lost} prompt groups in a row were dropped while {count - len(groups)} were wanted; rollouts lost so far: {dict(self.dropped)}.{first} "
+                    "prompt_too_long: raise --context-length. error_*: see the message. unscored: the agent returned no reward.")
+            self.fill()
+        return groups
+
+    def release(self, count: int) -> None:
+        """So many groups have been trained and published: as many new ones may start."""
+        self.taken -= count
+        self.fill()
+
+    def cancel(self) -> None:
+        for _, task in self.running:
+            task.cancel()
+
+    def state(self) -> dict:
+        """What a resumed run needs: numbers in flight are issued again, in their order; nothing is skipped or trained twice."""
+        return {"next": self.next, "pending": [n for n, _ in self.running] + self.pending, "dropped": dict(self.dropped), "dropped_groups": self.dropped_groups}
+
+    def load_state(self, state: dict) -> None:
+        self.next, self.pending = state["next"], list(state["pending"])
+        self.dropped, self.dropped_groups = Counter(state["dropped"]), state["dropped_groups"]

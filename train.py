@@ -1,0 +1,493 @@
+"""train.py owns the run: its flags, where the parts are placed, the loop, evals and what is written down.
+
+    python train.py --estimator grpo            the embedded default, on this machine
+    python train.py --help                      every flag
+    python train.py --dry-run                   the resolved plan, nothing started
+
+It does no arithmetic on tensors. Read `loop` first: one training step, a phase a line.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import ray
+import torch
+import tyro
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from estimators import ESTIMATORS, Batch, EstimatorConfig, collate
+from generator import AgentWorker, Engine, GeneratorConfig, Group, Pool, PromptStream, read_prompts
+from losses import AGGREGATIONS, LossConfig
+from trainer import Trainer, TrainerConfig
+
+ROOT = Path(__file__).resolve().parent
+console = Console(stderr=False, highlight=False)
+
+
+# ---------------------------------------------------------------------------------------------------- configuration
+@dataclass(frozen=True)
+class Config:
+    """nanomolt: reinforcement learning of a language-model agent.
+
+    Without flags it trains the embedded 0.8M-parameter policy on sums of numbers below 100, on whatever machine this is.
+    """
+
+    estimator: Literal[*ESTIMATORS] = "grpo"   # how rewards become advantages
+    model: str = str(ROOT / "recipes/tiny")    # policy to start from: directory in Hugging Face layout, or hub id
+    steps: int = 240                   # batches to train; each ends with one publish
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"   # dtype of both forwards; auto: bfloat16 on a GPU, float32 without
+    device: Literal["auto", "cpu", "cuda"] = "auto"   # auto: cuda when there is an NVIDIA GPU
+    seed: int = 0                      # prompts' order and every sampling seed follow from it
+    eval_every: int = 120              # steps between evals; 0 = only at the start and at the end
+    eval_prompts: int = 1000           # held-out prompts of an eval, at most
+    eval_samples: int = 2              # k of pass@k: sampled answers for each eval prompt, next to the greedy one; 0 = greedy only
+    pass_reward: float = 1.0           # a rollout passes when its reward is at least this
+    checkpoint_every: int = 60         # steps between checkpoints; 0 = only at the end
+    keep_checkpoints: int = 2          # newest checkpoints to keep
+    save_rollouts: bool = True         # write every trained trajectory to rollouts/
+    name: str | None = None            # directory under runs/; None = estimator and time, with --resume the newest run
+    resume: bool = False               # go on from the newest finished checkpoint, with the run's own flags unless given anew
+    wandb: bool = False                # also log to Weights & Biases
+    ray_address: str | None = None     # a running Ray cluster; None starts a private one
+    dry_run: bool = False              # print the resolved plan and exit
+    generator: Annotated[GeneratorConfig, tyro.conf.arg(name="")] = field(default_factory=GeneratorConfig)
+    estimation: Annotated[EstimatorConfig, tyro.conf.arg(name="")] = field(default_factory=EstimatorConfig)
+    losses: Annotated[LossConfig, tyro.conf.arg(name="")] = field(default_factory=LossConfig)
+    trainer: Annotated[TrainerConfig, tyro.conf.arg(name="")] = field(default_factory=TrainerConfig)
+
+    def __post_init__(self):
+        estimator, gen, train = ESTIMATORS[self.estimator], self.generator, self.trainer
+        if estimator.groups and gen.group_size == 1:
+            raise ValueError(f"--estimator {self.estimator} compares the rollouts of one prompt, so --group-size 1 leaves it nothing. Use at least 2, or --estimator reinforce.")
+        if self.estimation.kl_reward_coef and not estimator.kl_reward:
+            raise ValueError(f"--kl-reward-coef is not read by --estimator {self.estimator}. Use --kl-coef (KL in the loss), or --estimator reinforce.")
+        if self.losses.loss == "reinforce" and train.optimizer_steps > 1:
+            raise ValueError(f"--loss reinforce has no ratio to clip, so it takes one optimizer step a batch; --epochs {train.epochs} times --minibatches {train.minibatches} is {train.optimizer_steps}. Use --loss ppo.")
+        if self.losses.loss == "sft":
+            raise ValueError("--loss sft is supervised fine-tuning; it has no rollouts. See recipes/make_tiny.py for how it runs through the same update.")
+        if train.minibatches > gen.prompts_per_step:
+            raise ValueError(f"--minibatches {train.minibatches} is more than --prompts-per-step {gen.prompts_per_step}; groups are not split.")
+        if self.steps < 1:
+            raise ValueError(f"--steps {self.steps}: want at least 1.")
+
+    @property
+    def reference(self) -> bool:
+        """A KL is asked for, so the reference policy is loaded."""
+        return bool(self.losses.kl_coef or self.estimation.kl_reward_coef)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the flags come to on this machine."""
+
+    device: str
+    dtype: str
+    transfer: str                      # weight transfer backend
+    gpus: int
+    cores: int
+    parameters: int
+    tie_word_embeddings: bool
+
+    def rows(self, cfg: Config) -> list[tuple[str, str]]:
+        gen, train, gb = cfg.generator, cfg.trainer, 2**30
+        size = 2 if self.dtype == "bfloat16" else 4
+        return [
+            ("model", f"{cfg.model}, {self.parameters / 1e6:.2f} M parameters"),
+            ("device", f"{self.device}, {self.gpus} GPUs, {self.cores} cores; forward in {self.dtype}, master weights in float32"),
+            ("engines", f"{gen.engines} vLLM x {gen.engine_tp_size} {'GPU' if self.gpus else 'process'}, weights {self.parameters * size / gb / gen.engine_tp_size:.3f} GB each"),
+            ("trainers", f"{train.trainers} FSDP2 ranks, {self.parameters * 16 / gb / train.trainers:.3f} GB each (master, gradient, two moments)"),
+            ("agents", f"{gen.agent_workers} workers of {gen.agent}"),
+            ("transfer", f"{self.transfer}, group of {1 + gen.engines * gen.engine_tp_size}"),
+            ("step", f"{gen.prompts_per_step} prompts x {gen.group_size} rollouts, {train.optimizer_steps} optimizer steps, strictly on-policy"),
+            ("run", f"{cfg.steps} steps, eval every {cfg.eval_every or 'start and end'}, checkpoint every {cfg.checkpoint_every or 'end'}"),
+        ]
+
+
+def resolve(cfg: Config) -> Plan:
+    """Check the flags against the machine and the model; raises ValueError before anything is started."""
+    gpus = torch.cuda.device_count()
+    if cfg.device == "cuda" and not gpus:
+        raise ValueError("--device cuda: this machine has no usable NVIDIA GPU (torch.cuda.device_count() is 0). Use --device cpu, or check the driver and the installed torch.")
+    device = ("cuda" if gpus else "cpu") if cfg.device == "auto" else cfg.device
+    need = cfg.trainer.trainers + cfg.generator.engines * cfg.generator.engine_tp_size
+    if device == "cuda" and cfg.ray_address is None and need > gpus:
+        raise ValueError(f"{cfg.trainer.trainers} trainers and {cfg.generator.engines} engines of {cfg.generator.engine_tp_size} GPUs need {need} GPUs; this machine has {gpus}. Lower --trainers, --engines or --engine-tp-size, or use --device cpu.")
+    if device == "cpu" and cfg.generator.engine_tp_size > 1:
+        raise ValueError(f"--engine-tp-size {cfg.generator.engine_tp_size}: on a CPU an engine is one process. Use --engines for more of them.")
+    if os.sep in cfg.model and not Path(cfg.model, "config.json").is_file():
+        raise ValueError(f"--model {cfg.model}: no config.json there. Give a directory in Hugging Face layout (recipes/make_tiny.py makes the default one) or a hub id.")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(cfg.model)
+    except OSError as error:
+        raise ValueError(f"--model {cfg.model} could not be loaded: {str(error).splitlines()[0]}") from None
+    limit = config.max_position_embeddings
+    if cfg.generator.context_length > limit:
+        raise ValueError(f"--context-length {cfg.generator.context_length} is more than the {limit} positions of {cfg.model}; lower it.")
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    dtype = ("bfloat16" if device == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
+    transfer = "nccl" if device == "cuda" else "gloo"
+    return Plan(device, dtype, transfer, gpus if device == "cuda" else 0, os.cpu_count(), parameters, bool(config.tie_word_embeddings))
+
+
+# ---------------------------------------------------------------------------------------------------- placement
+@dataclass
+class Parts:
+    """The running actors."""
+
+    trainer: Trainer
+    engines: list
+    workers: list
+
+
+def quiet() -> None:
+    """Keep the libraries' import-time chatter off the terminal; it is harmless, and what matters raises."""
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
+    warnings.filterwarnings("ignore")
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+
+
+def start_ray(address: str | None) -> None:
+    """A private Ray, quiet, whose workers find our flat modules; or the cluster at `address`."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore",
+                   "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    os.environ["RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"] = "true"   # an engine's processes die with its actor
+    ray.init(address=address, include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env={"env_vars": environment},
+             **({} if address else {"object_store_memory": 512 * 2**20}))
+
+
+async def start(cfg: Config, plan: Plan) -> Parts:
+    """Start engines, trainers and agent workers at the same time; the first publish is up to the caller."""
+    gen = cfg.generator
+    threads = {"env_vars": {"OMP_NUM_THREADS": str(max(1, plan.cores // cfg.trainer.trainers))}}
+    engine_threads = {"env_vars": {"OMP_NUM_THREADS": str(max(1, plan.cores // gen.engines)), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
+    gpu = 1 if plan.device == "cuda" else 0
+    engines = [Engine.options(num_cpus=0, num_gpus=gpu * gen.engine_tp_size, max_concurrency=100_000, runtime_env=engine_threads)
+               .remote(cfg.model, gen, plan.dtype, plan.transfer, plan.tie_word_embeddings) for _ in range(gen.engines)]
+    ready = [engine.start.remote() for engine in engines]
+    trainer = Trainer(cfg.model, cfg.trainer, cfg.losses, plan.dtype, cfg.steps, cfg.seed, dict(num_cpus=0, num_gpus=gpu, runtime_env=threads), ref=cfg.reference)
+    workers = [AgentWorker.options(num_cpus=0, max_concurrency=100_000).remote(cfg.model, gen, engines, cfg.seed) for _ in range(gen.agent_workers)]
+    await asyncio.gather(trainer.start(), *ready)
+    await trainer.open_transfer(plan.transfer, engines, gen.engine_tp_size)
+    return Parts(trainer, engines, workers)
+
+
+# ---------------------------------------------------------------------------------------------------- the loop
+async def loop(cfg: Config, parts: Parts, pool: Pool, log: "Log", first: int) -> None:
+    """One training step, a phase a line. version = batches trained = publishes = what vLLM samples with."""
+    from weight_sync import publish
+
+    trainer, clock = parts.trainer, log.clock
+    for version in range(first, cfg.steps):
+        with clock("generation"):
+            groups = await pool.take(cfg.generator.prompts_per_step)              # in order of start
+        with clock("train"):
+            batch = collate([r for g in groups for r in g.rollouts], AGGREGATIONS[cfg.losses.aggregation], cfg.generator.temperature, cfg.trainer.minibatches, cfg.losses.mask_truncated)
+            batch.old_logprobs = await trainer.logprobs(batch)                    # [B, T]  pi_old, the trainer's view of mu's tokens
+            if cfg.reference:
+                batch.ref_logprobs = await trainer.logprobs(batch, ref=True)      # [B, T]
+            batch.advantages = ESTIMATORS[cfg.estimator](batch, cfg.estimation)   # [B, T]
+            metrics = await trainer.update(batch, cfg.losses.loss)                # losses.py, backward, optimizer steps
+        with clock("publish"):
+            await publish(trainer, parts.engines, version + 1)                    # from here on vLLM samples the new weights
+        pool.release(len(groups))                                                 # so many new prompts may start
+        log.step(version, batch, groups, pool, metrics)
+        if cfg.eval_every and (version + 1) % cfg.eval_every == 0 or version + 1 == cfg.steps:
+            log.eval(version + 1, await evaluate(cfg, parts, version + 1))
+        if cfg.checkpoint_every and (version + 1) % cfg.checkpoint_every == 0 or version + 1 == cfg.steps:
+            await log.checkpoint(version + 1, trainer, pool)
+
+
+async def evaluate(cfg: Config, parts: Parts, version: int) -> dict[str, float]:
+    """Held-out prompts under the weights of `version`: greedy, and eval_samples sampled answers each (pass@1, pass@k)."""
+    prompts = read_prompts(cfg.generator, "eval")[: cfg.eval_prompts]
+    began = time.monotonic()
+
+    async def run(samples: int, temperature: float, name: str) -> list[Group]:
+        numbered = list(enumerate(prompts))
+        parted = [numbered[i::len(parts.engines)] for i in range(len(parts.engines))]     # each engine's share, whole: one call
+        calls = [parts.workers[i % len(parts.workers)].run_groups.remote(part, i, samples, temperature, f"{name}-{version}") for i, part in enumerate(parted)]
+        return [group for part in await asyncio.gather(*calls) for group in part]
+
+    def passes(group: Group) -> int:
+        return sum(segments[0].reward >= cfg.pass_reward for segments in group.rollouts)
+
+    greedy = await run(1, 0.0, "greedy")
+    result = {"eval/greedy": sum(map(passes, greedy)) / len(prompts), "eval/prompts": len(prompts), "eval/version": version}
+    result["eval/greedy_reward"] = sum(s[0].reward for g in greedy for s in g.rollouts) / len(prompts)
+    if k := cfg.eval_samples:
+        sampled = [passes(g) for g in await run(k, cfg.generator.temperature, "sampled")]
+        result["eval/pass1"] = sum(sampled) / (k * len(prompts))
+        result[f"eval/pass{k}"] = sum(n > 0 for n in sampled) / len(prompts)
+    result["eval/seconds"] = time.monotonic() - began
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------- what is written down
+class Clock:
+    """`with clock("train"):` adds the seconds of a phase; `take` hands them out and starts anew."""
+
+    def __init__(self):
+        self.seconds, self.began = Counter(), time.monotonic()
+
+    def __call__(self, phase: str):
+        self.phase = phase
+        return self
+
+    def __enter__(self):
+        self.start = time.monotonic()
+
+    def __exit__(self, *_):
+        self.seconds[self.phase] += time.monotonic() - self.start
+
+    def take(self) -> dict[str, float]:
+        now = time.monotonic()
+        out = {f"{phase}_seconds": s for phase, s in self.seconds.items()} | {"step_seconds": now - self.began}
+        self.seconds, self.began = Counter(), now
+        return out
+
+
+class Log:
+    """runs/<name>/: config.json, metrics.jsonl, reward.png, tensorboard/, rollouts/, checkpoints/<version>/, hf/; and the terminal."""
+
+    COLUMNS = {"step": "{:.0f}", "reward": "{:.3f}", "staleness_mean": "{:.2f}", "mismatch_kl": "{:.1e}", "logprob_gap_max": "{:.1e}", "grad_norm": "{:.3f}", "tokens_per_second": "{:.0f}",
+               "generation_seconds": "{:.2f}", "train_seconds": "{:.2f}", "publish_seconds": "{:.2f}", "step_seconds": "{:.2f}"}
+
+    def __init__(self, cfg: Config, plan: Plan, directory: Path, first: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.cfg, self.directory, self.clock = cfg, directory, Clock()
+        (directory / "rollouts").mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(asdict(cfg), indent=1))
+        metrics = directory / "metrics.jsonl"
+        self.rows = [row for row in map(json.loads, metrics.read_text().splitlines()) if row["step"] <= first] if metrics.exists() else []
+        metrics.write_text("".join(json.dumps(row) + "\n" for row in self.rows))     # rows beyond the checkpoint will be made again
+        self.tensorboard = SummaryWriter(str(directory / "tensorboard"), purge_step=first)
+        self.wandb = None
+        if cfg.wandb:
+            import wandb
+
+            self.wandb = wandb.init(project="nanomolt", name=directory.name, config=asdict(cfg), dir=str(directory))
+        self.live = Live(self.table(), console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
+        if self.live:
+            self.live.start()
+
+    def table(self) -> Table:
+        table = Table(title=f"{self.directory}  step {self.rows[-1]['step'] if self.rows else 0} of {self.cfg.steps}", title_justify="left")
+        for name in self.COLUMNS:
+            table.add_column(name.replace("_", " ").replace(" seconds", " s"), justify="right")
+        for row in [r for r in self.rows if "reward" in r][-12:]:
+            table.add_row(*[form.format(row[name]) for name, form in self.COLUMNS.items()])
+        return table
+
+    def say(self, text: str) -> None:
+        (self.live.console if self.live else console).print(text)
+
+    def write(self, row: dict) -> None:
+        """One row of metrics.jsonl, TensorBoard and wandb."""
+        if self.rows and self.rows[-1]["step"] == row["step"]:
+            self.rows[-1] |= row
+        else:
+            self.rows.append(row)
+        with (self.directory / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        for name, value in row.items():
+            if isinstance(value, (int, float)):
+                self.tensorboard.add_scalar(name, value, row["step"])
+        if self.wandb:
+            self.wandb.log(row, step=row["step"])
+
+    def step(self, version: int, batch: Batch, groups: list[Group], pool: Pool, metrics: dict) -> None:
+        """The row of one step; `version` is that of the weights before it, the row carries the one after it."""
+        response = batch.response_mask
+        staleness = version - batch.policy_versions[response]                       # [N] in publishes
+        gap = (batch.old_logprobs - batch.behaviour_logprobs)[response].abs()       # [N] nats
+        seconds = {"generation_seconds": 0.0, "train_seconds": 0.0, "publish_seconds": 0.0} | self.clock.take()
+        infos = [segments[-1].info for g in groups for segments in g.rollouts]
+        row = {
+            "step": version + 1, "version": version + 1, "reward": batch.rollout_rewards.mean().item(), "reward_std": batch.rollout_rewards.std().item(),
+            "staleness_mean": staleness.float().mean().item(), "staleness_max": staleness.max().item(), "logprob_gap_max": gap.max().item(), "logprob_gap_mean": gap.mean().item(),
+            "rollouts": len(batch.rollout_rewards), "response_tokens": int(response.sum()), "response_length": response.sum().item() / len(batch.rollout_rewards),
+            "truncated_frac": batch.truncated.float().mean().item(), "epoch": pool.stream.epoch(groups[-1].index),
+            "tokens_per_second": int(response.sum()) / seconds["step_seconds"], "head_of_line_seconds": pool.head_seconds, "dropped_groups": pool.dropped_groups,
+        } | {f"dropped/{reason}": n for reason, n in pool.dropped.items()} | metrics | seconds
+        for name in {k for info in infos for k, v in info.items() if isinstance(v, (int, float))}:
+            values = [info[name] for info in infos if name in info]
+            row[f"info/{name}"] = sum(values) / len(values)
+        pool.head_seconds = 0.0
+        if self.cfg.save_rollouts:
+            save_rollouts(self.directory / "rollouts" / f"{version + 1:06d}.npz", groups)
+        self.write(row)
+        if self.live:
+            self.live.update(self.table())
+        elif (version + 1) % 10 == 0 or version == 0:
+            console.print(f"step {version + 1:4d} of {self.cfg.steps}  " + "  ".join(f"{name.replace('_seconds', ' s').replace('_', ' ')} {form.format(row[name])}" for name, form in self.COLUMNS.items() if name != "step"))
+
+    def eval(self, version: int, result: dict) -> None:
+        self.write({"step": version, "version": version} | result)
+        shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in result.items() if name not in ("eval/version", "eval/prompts"))
+        self.say(f"[bold]eval of version {version}[/] on {result['eval/prompts']} held-out prompts: {shown}")
+        self.plot()
+        self.clock.take()                                                          # an eval is not part of the next step's time
+
+    async def checkpoint(self, version: int, trainer: Trainer, pool: Pool) -> None:
+        """checkpoints/<version>: trainer state and the pool's place; it counts as finished only under its final name."""
+        path = self.directory / "checkpoints" / f"{version:06d}"
+        await trainer.save(path, {"version": version, "pool": pool.state(), "seed": self.cfg.seed})
+        for old in sorted(finished_checkpoints(self.directory))[: -self.cfg.keep_checkpoints]:
+            shutil.rmtree(old)
+        self.clock.take()
+
+    def plot(self) -> None:
+        """reward.png: reward of every batch, its running mean, and the evals."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        figure, axes = plt.subplots(figsize=(7, 4), dpi=120)
+        steps = [r["step"] for r in self.rows if "reward" in r]
+        rewards = [r["reward"] for r in self.rows if "reward" in r]
+        axes.plot(steps, rewards, color="tab:blue", alpha=0.25, label="reward of the batch")
+        axes.plot(steps, [sum(rewards[max(0, i - 9): i + 1]) / len(rewards[max(0, i - 9): i + 1]) for i in range(len(rewards))], color="tab:blue", label="mean of 10 batches")
+        evals = [(r["step"], r["eval/greedy"]) for r in self.rows if "eval/greedy" in r]
+        axes.plot(*zip(*evals), "o-", color="tab:orange", label="greedy pass rate, held out") if evals else None
+        axes.set(xlabel="step (batches trained)", ylabel="reward", title=f"{self.cfg.estimator}, {Path(self.cfg.model).name}, seed {self.cfg.seed}")
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right")
+        figure.tight_layout()
+        figure.savefig(self.directory / "reward.png")
+        plt.close(figure)
+
+    def close(self) -> None:
+        if self.live:
+            self.live.stop()
+        self.tensorboard.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def save_rollouts(path: Path, groups: list[Group]) -> None:
+    """Every trained trajectory of a step as flat arrays: segment i owns [offsets[i], offsets[i + 1]) of the token arrays."""
+    import numpy as np
+
+    rows = [s for g in groups for segments in g.rollouts for s in segments]
+    np.savez_compressed(
+        path, offsets=np.cumsum([0] + [len(s) for s in rows]), **{name: np.concatenate([getattr(s, name) for s in rows]) for name in ("token_ids", "response_mask", "behaviour_logprobs", "policy_versions")},
+        rollout=[s.rollout for s in rows], group=[s.group for s in rows], reward=[s.reward for s in rows], truncated=[s.truncated for s in rows], info=[json.dumps(s.info, default=str) for s in rows])
+
+
+def finished_checkpoints(directory: Path) -> list[Path]:
+    return [p for p in (directory / "checkpoints").glob("*") if p.name.isdigit() and (p / "run.json").is_file()]
+
+
+# ---------------------------------------------------------------------------------------------------- the run
+async def run(cfg: Config, plan: Plan, directory: Path) -> None:
+    """Start everything, train, leave nothing running."""
+    gen = cfg.generator
+    prompts, began = read_prompts(gen, "train"), time.monotonic()
+    with console.status("starting Ray, vLLM and the trainer") if console.is_terminal else open(os.devnull):
+        start_ray(cfg.ray_address)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)   # after ray.init, which sets its own
+        parts, log = None, None
+        try:
+            parts = await start(cfg, plan)
+            from weight_sync import publish
+
+            checkpoints = sorted(finished_checkpoints(directory)) if cfg.resume else []
+            saved = await parts.trainer.load(checkpoints[-1]) if checkpoints else {"version": 0}
+            first = saved["version"]
+            await publish(parts.trainer, parts.engines, first)                      # engines are synced before anything is sampled
+        except BaseException:
+            ray.shutdown()
+            raise
+    try:
+        log = Log(cfg, plan, directory, first)
+        log.say(f"{directory}: ready after {time.monotonic() - began:.0f} s, starting from version {first}")
+        if first == 0:
+            log.eval(0, await evaluate(cfg, parts, 0))
+
+        async def run_group(n: int, prompt: dict) -> Group:
+            return (await parts.workers[n % len(parts.workers)].run_groups.remote([(n, prompt)], n % len(parts.engines), gen.group_size, gen.temperature))[0]
+
+        minimum = min(2, gen.group_size) if ESTIMATORS[cfg.estimator].groups else 1
+        pool = Pool(PromptStream(prompts, cfg.seed), run_group, slots=gen.prompts_per_step, min_rollouts=minimum)
+        if "pool" in saved:
+            pool.load_state(saved["pool"])
+        log.clock.take()
+        await loop(cfg, parts, pool, log, first)
+        await parts.trainer.export(directory / "hf")
+        log.say(f"done: {directory}/reward.png, metrics.jsonl, checkpoints/, hf/ (transformers and vLLM load it)")
+    finally:
+        if log:
+            log.plot()
+            log.close()
+        await asyncio.wait([asyncio.ensure_future(e.stop.remote()) for e in parts.engines], timeout=10)
+        ray.shutdown()
+
+
+def from_dict(cls, values: dict):
+    """config.json back into its dataclass."""
+    known = {f.name: f.type for f in fields(cls)}
+    return cls(**{name: from_dict(known[name].__origin__, v) if isinstance(v, dict) and is_dataclass(known[name].__origin__) else v for name, v in values.items() if name in known})
+
+
+def parse(args: list[str] | None = None) -> tuple[Config, Path]:
+    """Flags -> (Config, run directory). With --resume the run's own config.json gives the defaults."""
+    cfg = tyro.cli(Config, args=args)
+    runs = Path("runs")
+    if not cfg.resume:
+        return cfg, runs / (cfg.name or f"{cfg.estimator}-{time.strftime('%Y%m%d-%H%M%S')}")
+    candidates = [runs / cfg.name] if cfg.name else sorted((p for p in runs.glob("*") if (p / "config.json").is_file()), key=lambda p: p.stat().st_mtime)
+    if not candidates or not (candidates[-1] / "config.json").is_file():
+        raise ValueError(f"--resume: no run to go on with {'at ' + str(candidates[-1]) if candidates else 'under runs/'}. Name it with --name, or start one without --resume.")
+    if not finished_checkpoints(candidates[-1]):
+        raise ValueError(f"--resume: {candidates[-1]} has no finished checkpoint. Start anew without --resume, and a smaller --checkpoint-every.")
+    saved = from_dict(Config, json.loads((candidates[-1] / "config.json").read_text()))
+    return tyro.cli(Config, args=args, default=saved), candidates[-1]
+
+
+def main() -> int:
+    try:
+        cfg, directory = parse()
+        quiet()
+        plan = resolve(cfg)
+        if cfg.dry_run:
+            table = Table(show_header=False)
+            for row in plan.rows(cfg):
+                table.add_row(*row)
+            console.print(table)
+            return 0
+        read_prompts(cfg.generator, "eval")
+        asyncio.run(run(cfg, plan, directory))
+        return 0
+    except ValueError as error:
+        console.print(f"[bold red]error:[/] {error}")
+        return 2
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        console.print("[bold yellow]stopped[/]; go on with --resume")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

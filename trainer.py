@@ -1,0 +1,369 @@
+"""trainer.py owns the policy under training: model, sharding, logprobs, micro-batches, optimizer, reference, checkpoints.
+
+It knows no rollouts and no rewards, and does not choose an estimator: it is given a Batch. `Trainer` is the driver's
+handle; the work is done by N `Rank` actors (Ray) under FSDP2, one a GPU, or gloo processes on a CPU. Master weights
+and gradients are float32, the forward runs in the run's dtype.
+
+Letters: B rows and T tokens of the batch, b rows and t tokens of a micro-batch, N ranks, V vocabulary.
+Sources: FSDP2 is torch.distributed.fsdp.fully_shard; models and sharding plans are NVIDIA NeMo AutoModel's.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+from collections import defaultdict
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import ray
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from estimators import Batch
+from losses import LossConfig, step_loss
+
+
+# ---------------------------------------------------------------------------------------------------- configuration
+@dataclass(frozen=True)
+class TrainerConfig:
+    """How the policy is trained."""
+
+    trainers: int = 1                  # N, ranks that share the policy (FSDP2)
+    learning_rate: float = 1e-3        # peak learning rate of AdamW
+    warmup_steps: int = 5              # optimizer steps of linear warm-up
+    decay: Literal["constant", "linear", "cosine"] = "constant"   # what the learning rate does after the warm-up, to 0 at the last step
+    beta1: float = 0.9                 # AdamW
+    beta2: float = 0.95                # AdamW
+    weight_decay: float = 0.0          # AdamW, decoupled
+    max_grad_norm: float = 1.0         # gradients are scaled down to this L2 norm
+    epochs: int = 1                    # passes over each batch
+    minibatches: int = 1               # optimizer steps a pass
+    tokens_per_microbatch: int = 16384   # rows times longest row of one forward and backward, tokens
+    activation_checkpointing: bool = False   # recompute activations in the backward: less memory, more time
+    ref_model: str | None = None       # reference policy; None = the run's starting model, loaded only if a KL asks for it
+
+    def __post_init__(self):
+        for name in ("trainers", "epochs", "minibatches", "tokens_per_microbatch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: want at least 1.")
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps a batch."""
+        return self.epochs * self.minibatches
+
+
+# ---------------------------------------------------------------------------------------------------- splitting a batch
+def plan_microbatches(batch: Batch, rows: Tensor, ranks: int, budget: int) -> list[list[list[int]]]:
+    """Rows -> for each rank a list of micro-batches (lists of rows), as many on every rank; an idle one is empty.
+
+    A rollout's segments stay together (sequence ratios need them). Longest first, dealt to the ranks in turn, so ranks
+    carry like loads and a micro-batch (rows times its longest row <= budget, tokens) has little padding.
+    """
+    members = defaultdict(list)
+    for row in rows.tolist():
+        members[int(batch.rollout[row])].append(row)
+    lengths = batch.lengths.tolist()
+    rollouts = sorted(members.values(), key=lambda m: (-max(lengths[r] for r in m), m[0]))
+    plan: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for i, member in enumerate(rollouts):
+        lap, place = divmod(i, ranks)
+        mine = plan[place if lap % 2 == 0 else ranks - 1 - place]      # there and back: no rank always gets the longest
+        longest = max(lengths[r] for r in (mine[-1] if mine else []) + member)
+        if not mine or (len(mine[-1]) + len(member)) * longest > budget:
+            mine.append([])
+        mine[-1].extend(member)
+    most = max(len(mine) for mine in plan)
+    return [mine + [[] for _ in range(most - len(mine))] for mine in plan]
+
+
+def take_rows(batch: Batch, rows: list[int]) -> Batch:
+    """The given rows, cut to their longest. An empty list gives one row of weight 0: every rank must join each collective."""
+    idle, rows = not rows, torch.tensor(rows or [int(batch.lengths.argmin())])
+    longest = int(batch.lengths[rows].max())
+    cut = {}
+    for f in fields(batch):
+        value = getattr(batch, f.name)
+        if isinstance(value, Tensor) and not f.name.startswith("rollout_") and f.name != "truncated":
+            value = value[rows, :longest] if value.dim() == 2 else value[rows]
+        cut[f.name] = value
+    small = Batch(**cut)
+    return replace(small, response_mask=torch.zeros_like(small.response_mask), loss_weight=torch.zeros_like(small.loss_weight)) if idle else small
+
+
+# ---------------------------------------------------------------------------------------------------- forward
+def align(logits: Tensor, token_ids: Tensor, first: int, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """Logits of columns first-1 .. t-2 -> log p of tokens first .. t-1, and entropy of each distribution, both [b, t].
+
+    This is the one place where the shift happens: column t of the result is about token t (logits of column t-1).
+    Columns before `first` are 0. Logits [b, t-first, V] are already divided by the temperature; nats.
+    """
+    targets = token_ids[:, first:]                                                 # [b, t-first]
+    logprobs = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    h = torch.distributions.Categorical(logits=logits).entropy() if entropy else None   # [b, t-first]
+    return F.pad(logprobs, (first, 0)), None if h is None else F.pad(h, (first, 0))   # [b, t]
+
+
+def forward(model, batch: Batch, device: torch.device, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    """logprobs (and entropy) [b, t] of the batch's tokens, exact on response tokens; float32 whatever the compute dtype.
+
+    Rows are padded on the right, so causal attention needs no mask. The head runs only from the first response column on.
+    """
+    token_ids = batch.token_ids.to(device).long()                                  # [b, t]
+    response = batch.response_mask.any(0).nonzero()
+    first = max(int(response[0]) if len(response) else token_ids.shape[1] - 1, 1)
+    keep = torch.arange(first - 1, token_ids.shape[1] - 1, device=device)
+    logits = model(input_ids=token_ids, use_cache=False, logits_to_keep=keep).logits.float() / batch.temperature   # [b, t-first, V]
+    return align(logits, token_ids, first, entropy)
+
+
+# ---------------------------------------------------------------------------------------------------- model
+def load_model(path: str, dtype: torch.dtype, device: torch.device, activation_checkpointing: bool):
+    """The model at `path` with float32 master weights, sharded by FSDP2 over all ranks, computing in `dtype`.
+
+    GPU: AutoModel's own classes. CPU: transformers' class under AutoModel's parallelizer (its loader wants a CUDA device).
+    AutoModel does not shard one rank, which would also drop the dtype policy: there fully_shard is called here, so that
+    compute dtype, checkpoint and publish are one code at every number of ranks.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    setup = None
+    if device.type == "cuda" or dist.get_world_size() > 1:
+        from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
+
+        setup = DistributedSetup.build(FSDP2Config(mp_policy=policy), activation_checkpointing=activation_checkpointing)
+    if device.type == "cuda":
+        from nemo_automodel import NeMoAutoModelForCausalLM
+
+        model = NeMoAutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float32, distributed_setup=setup, attn_implementation="sdpa")
+    else:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        if setup is not None:
+            from nemo_automodel.components.distributed.model_parallelizer import parallelize_model
+
+            model = parallelize_model(model, setup.mesh_context)
+    if dist.get_world_size() == 1:
+        if activation_checkpointing:
+            model.gradient_checkpointing_enable()
+        mesh = init_device_mesh(device.type, (1,))
+        for layer in max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len):
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def learning_rate(cfg: TrainerConfig, total: int, step: int) -> float:
+    """Factor on the peak learning rate at optimizer step `step` (from 0) of `total`: linear warm-up, then --decay."""
+    if step < cfg.warmup_steps:
+        return (step + 1) / cfg.warmup_steps
+    left = 1 - min(1.0, (step - cfg.warmup_steps) / max(1, total - cfg.warmup_steps))
+    return {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 + torch.cos(torch.tensor(torch.pi * (1 - left))).item())}[cfg.decay]
+
+
+# ---------------------------------------------------------------------------------------------------- rank
+@ray.remote(max_restarts=0)
+class Rank:
+    """One FSDP2 rank: its shard of the policy, of the optimizer and, if asked for, of the reference policy."""
+
+    def __init__(self, rank: int, world: int, model: str, cfg: TrainerConfig, loss: LossConfig, dtype: str, steps: int, seed: int):
+        self.rank, self.world, self.path, self.cfg, self.loss, self.steps, self.seed = rank, world, model, cfg, loss, steps, seed
+        self.dtype = getattr(torch, dtype)
+        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+    def address(self) -> tuple[str, int]:
+        """This node and a free port on it, for the ranks' rendezvous."""
+        import socket
+
+        with socket.socket() as s:
+            s.bind(("", 0))
+            return ray.util.get_node_ip_address(), s.getsockname()[1]
+
+    def start(self, address: str, port: int, ref: bool) -> int:
+        """Join the process group, load and shard; returns the number of parameters."""
+        import torch.distributed as dist
+
+        os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), RANK=str(self.rank), WORLD_SIZE=str(self.world), LOCAL_RANK="0")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        dist.init_process_group("cuda:nccl,cpu:gloo" if self.device.type == "cuda" else "gloo")
+        torch.manual_seed(self.seed)
+        self.model = load_model(self.path, self.dtype, self.device, self.cfg.activation_checkpointing)
+        self.model.train()
+        self.ref = load_model(self.cfg.ref_model or self.path, self.dtype, self.device, False).eval() if ref else None
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=self.cfg.learning_rate, betas=(self.cfg.beta1, self.cfg.beta2), weight_decay=self.cfg.weight_decay)
+        total = self.steps * self.cfg.optimizer_steps
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: learning_rate(self.cfg, total, step))
+        return sum(p.numel() for p in self.model.parameters())
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, microbatches: list[list[int]], ref: bool) -> list[Tensor]:
+        """log p of the response tokens under the policy (or the reference), [b, t] for each micro-batch; 0 elsewhere."""
+        out = []
+        for rows in microbatches:
+            small = take_rows(batch, rows)
+            logprobs, _ = forward(self.ref if ref else self.model, small, self.device)
+            out.append(logprobs.cpu() * small.response_mask)
+        return out
+
+    def update(self, batch: Batch, plan: list[list[list[int]]], kind: str) -> dict[str, tuple[float, float]]:
+        """All optimizer steps of one batch: for each epoch and minibatch, its micro-batches, then one AdamW step."""
+        metrics: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for microbatches in plan * self.cfg.epochs:
+            for rows in microbatches:
+                small = take_rows(batch, rows)
+                logprobs, entropy = forward(self.model, small, self.device, entropy=bool(self.loss.entropy_coef))
+                small = to_device(small, self.device)
+                loss, seen = step_loss(logprobs, entropy, small, self.loss, kind)
+                (loss * self.world).backward()                 # FSDP2 takes the mean over ranks, the loss is a sum over them
+                for name, (total, count) in seen.items():
+                    metrics[name][0] += float(total)
+                    metrics[name][1] += float(count)
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.max_grad_norm)
+            norm = norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            rate = self.scheduler.get_last_lr()[0]
+            self.scheduler.step()
+            metrics["grad_norm"][0] += float(norm) / self.world
+            metrics["grad_norm"][1] += 1 / self.world
+            metrics["learning_rate"] = [rate / self.world, 1 / self.world]
+        metrics["loss"][1] = len(plan) * self.cfg.epochs / self.world      # a sum over micro-batches and ranks, a mean over optimizer steps
+        return {name: tuple(pair) for name, pair in metrics.items()}
+
+    # ---- publish
+    def open_transfer(self, backend: str, engines: list, workers_per_engine: int, address: str) -> None:
+        """Join the engines' transfer group (rank 0 sends)."""
+        from weight_sync import PolicySource, open_transfer
+
+        tied = backend == "gloo" and self.model.config.tie_word_embeddings
+        source = PolicySource(self.model, self.dtype, tied_head=tied)
+        self.sender = open_transfer(backend, self.rank, source, engines, workers_per_engine, address)
+
+    def send_weights(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        with torch.no_grad():
+            self.sender.send_weights()
+
+    # ---- checkpoints
+    def state(self) -> dict:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()["last_epoch"]}
+
+    def save(self, path: str) -> None:
+        """Model, optimizer and scheduler as a distributed checkpoint: any number of ranks may load it."""
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(self.state(), checkpoint_id=path)
+        torch.save(torch.get_rng_state(), Path(path) / f"rng_{self.rank}.pt")
+
+    def load(self, path: str) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        state = self.state()
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.scheduler.load_state_dict(self.scheduler.state_dict() | {"last_epoch": state["scheduler"]})
+        self.scheduler._last_lr = [g["lr"] for g in self.optimizer.param_groups]
+        rng = Path(path) / f"rng_{self.rank}.pt"
+        if rng.exists():
+            torch.set_rng_state(torch.load(rng))
+
+    def export(self, path: str) -> None:
+        """Hugging Face layout (config, safetensors, tokenizer, generation config) in the dtype the model came in."""
+        from weight_sync import PolicySource
+
+        config = self.model.config
+        names = [(name, tensor.cpu()) for name, tensor in PolicySource(self.model, torch.float32, tied_head=False)]
+        if self.rank:
+            return
+        from huggingface_hub import save_torch_state_dict
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+        dtype = AutoConfig.from_pretrained(self.path).dtype or torch.float32
+        Path(path).mkdir(parents=True, exist_ok=True)
+        save_torch_state_dict({name: tensor.to(dtype) for name, tensor in names}, path)
+        AutoConfig.from_pretrained(self.path).save_pretrained(path)
+        AutoTokenizer.from_pretrained(self.path).save_pretrained(path)
+        GenerationConfig.from_model_config(config).save_pretrained(path)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Whole parameters by name, for tests and audits."""
+        return {name: (p.full_tensor() if isinstance(p, torch.distributed.tensor.DTensor) else p).detach().cpu() for name, p in self.model.named_parameters()}
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return replace(batch, **{f.name: getattr(batch, f.name).to(device) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)})
+
+
+# ---------------------------------------------------------------------------------------------------- driver's handle
+class Trainer:
+    """The policy as the loop sees it: logprobs, update, send_weights, save, load, export; every call is awaited."""
+
+    def __init__(self, model: str, cfg: TrainerConfig, loss: LossConfig, dtype: str, steps: int, seed: int, options: dict, ref: bool = False):
+        self.cfg, self.with_ref = cfg, ref
+        self.ranks = [Rank.options(**options).remote(rank, cfg.trainers, model, cfg, loss, dtype, steps, seed) for rank in range(cfg.trainers)]
+
+    async def _all(self, method: str, *args) -> list:
+        return await asyncio.gather(*[getattr(rank, method).remote(*args) for rank in self.ranks])
+
+    async def start(self) -> int:
+        """Load everywhere; returns the number of parameters."""
+        self.address, port = await self.ranks[0].address.remote()
+        return (await self._all("start", self.address, port, self.with_ref))[0]
+
+    async def logprobs(self, batch: Batch, ref: bool = False) -> Tensor:
+        """log p of every response token under the current policy (or the reference), [B, T]; 0 elsewhere."""
+        plan = plan_microbatches(batch, torch.arange(len(batch.lengths)), len(self.ranks), self.cfg.tokens_per_microbatch)
+        stored = ray.put(batch)
+        results = await asyncio.gather(*[rank.logprobs.remote(stored, mine, ref) for rank, mine in zip(self.ranks, plan)])
+        out = torch.zeros(batch.response_mask.shape)
+        for mine, pieces in zip(plan, results):
+            for rows, piece in zip(mine, pieces):
+                if rows:
+                    out[torch.tensor(rows), : piece.shape[1]] = piece
+        return out                                                                 # [B, T]
+
+    async def update(self, batch: Batch, kind: str) -> dict[str, float]:
+        """One batch's optimizer steps with the loss POLICY_LOSSES[kind]; returns metrics, each a sum over a count."""
+        steps = int(batch.minibatch.max()) + 1
+        plans = [plan_microbatches(batch, (batch.minibatch == m).nonzero()[:, 0], len(self.ranks), self.cfg.tokens_per_microbatch) for m in range(steps)]
+        stored = ray.put(batch)
+        seen = await asyncio.gather(*[rank.update.remote(stored, [plan[i] for plan in plans], kind) for i, rank in enumerate(self.ranks)])
+        return {name: sum(m[name][0] for m in seen) / max(sum(m[name][1] for m in seen), 1e-12) for name in seen[0]}
+
+    async def open_transfer(self, backend: str, engines: list, workers_per_engine: int) -> None:
+        await self._all("open_transfer", backend, engines, workers_per_engine, self.address)
+
+    async def send_weights(self) -> None:
+        await self._all("send_weights")
+
+    async def save(self, path: Path, extra: dict) -> None:
+        """Write a checkpoint directory as a whole: it gets its final name only when everything is in it."""
+        unfinished = path.with_name(path.name + ".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        await self._all("save", str(unfinished / "trainer"))
+        (unfinished / "run.json").write_text(json.dumps(extra, indent=1))
+        shutil.rmtree(path, ignore_errors=True)
+        unfinished.rename(path)
+
+    async def load(self, path: Path) -> dict:
+        """Load a finished checkpoint; returns what `save` was given as `extra`."""
+        await self._all("load", str(path / "trainer"))
+        return json.loads((path / "run.json").read_text())
+
+    async def export(self, path: Path) -> None:
+        await self._all("export", str(path))

@@ -1,0 +1,206 @@
+"""weight_sync.py owns how the trainer's weights reach the engines: the weight source, the transfer, publish, coverage.
+
+It does not decide when to publish. The transfer is vLLM's own weight-transfer API at both ends: `nccl` between GPUs,
+`ipc` on a shared GPU, and `gloo`, registered here, for CPUs. vLLM's worker imports this module by name
+(`worker_extension_cls`), so neither AutoModel nor Ray is imported at its top.
+
+Version: an integer, carried by the weights. Engines start with dummy weights; the first publish brings version 0.
+Sources: vllm.distributed.weight_transfer (vLLM 0.29); the pause-send-resume order is arXiv:2607.21653, section 3.
+"""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.utils import stateless_init_torch_distributed_process_group
+from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, WeightSource, WeightTransferInitInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine, NCCLWeightTransferEngine
+
+SMALL = 1 << 20                        # tensors below this many elements travel in float32, whatever the engine holds them in
+
+
+# ---------------------------------------------------------------------------------------------------- what is sent
+class PolicySource(WeightSource):
+    """The policy's parameters under Hugging Face names, whole, in one order on every trainer rank.
+
+    Iterating gathers each sharded parameter (a collective), casts it to the wire dtype and yields it. `tied_head`
+    also sends the embedding as `lm_head.weight`, for an engine that keeps a copy of its own (the CPU engine does).
+    """
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, tied_head: bool):
+        self.model, self.dtype, self.tied_head = model, dtype, tied_head
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter
+            if self.tied_head and parameter is self.model.get_input_embeddings().weight:
+                yield "lm_head.weight", parameter
+
+    def wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """Large tensors in the engine's dtype; small ones (norms, biases, routers) exact: the engine may hold them in float32."""
+        return torch.float32 if parameter.numel() < SMALL else self.dtype
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, self.wire_dtype(p), tuple(p.shape)) for name, p in self.named()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.named():
+            whole = parameter.full_tensor() if isinstance(parameter, dist.tensor.DTensor) else parameter
+            yield name, whole.detach().to(self.wire_dtype(parameter)).contiguous()
+
+
+# ---------------------------------------------------------------------------------------------------- gloo, for CPUs
+@dataclass
+class GlooInit(TrainerInitInfo):
+    """The trainer's end of the transfer group: rank 0 of 1 + all engine workers."""
+
+    backend: ClassVar[str] = "gloo"
+    master_address: str
+    master_port: int
+    world_size: int
+
+
+@dataclass
+class GlooWorkerInit(WeightTransferInitInfo):
+    """An engine's end: its workers take the ranks from rank_offset on."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+
+
+class GlooTrainer(NCCLTrainerWeightTransferEngine):
+    """Trainer end: vLLM's NCCL round trip (start, update alongside the broadcast, finish) with gloo broadcasts."""
+
+    @classmethod
+    def trainer_init(cls, init_info: GlooInit, *, client, source=None):
+        self = cls(client=client, source=source, is_sender=init_info.is_sender, packed=False)
+        if self.is_sender:
+            address, port, world = init_info.master_address, init_info.master_port, init_info.world_size
+            invited = client.begin_init(dict(master_address=address, master_port=port, rank_offset=1, world_size=world))
+            self.model_update_group = stateless_init_torch_distributed_process_group(address, port, 0, world, "gloo")
+            client.wait(invited)
+        return self
+
+    def _broadcast(self, source, meta) -> None:
+        for _, tensor in self._checked_iter(source, meta) if self.is_sender else source:
+            if self.is_sender:
+                dist.broadcast(tensor, group_src=0, group=self.model_update_group)
+
+
+class GlooWorker(NCCLWeightTransferEngine):
+    """Engine end: receives each tensor and loads it as a checkpoint tensor; start and finish are vLLM's layerwise reload."""
+
+    init_info_cls = GlooWorkerInit
+
+    def init_transfer_engine(self, init_info: GlooWorkerInit) -> None:
+        rank = init_info.rank_offset + self.parallel_config.rank
+        self.model_update_group = stateless_init_torch_distributed_process_group(
+            init_info.master_address, init_info.master_port, rank, init_info.world_size, "gloo")
+
+    def update_weights(self, update_info: dict) -> None:      # the base class synchronises an accelerator, which a CPU has not
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info) -> None:
+        for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes):
+            weight = torch.empty(shape, dtype=getattr(torch, dtype))
+            dist.broadcast(weight, group_src=0, group=self.model_update_group)
+            self.model.load_weights([(name, weight)])
+
+
+WeightTransferEngineFactory.register_engine("gloo", GlooWorker)
+WeightTransferTrainerFactory.register_engine("gloo", GlooTrainer)
+
+
+# ---------------------------------------------------------------------------------------------------- coverage
+class Receiver:
+    """Mixed into vLLM's worker: counts what a publish really loaded, parameter by parameter."""
+
+    def watch_weights(self) -> None:
+        """From now on note every element that reaches an engine parameter. Called once, before the first publish."""
+        model = self.model_runner.model
+        load, self.loaded = model.load_weights, {}
+
+        def recording(weights):
+            weights = list(weights)
+            reached = load(iter(weights))
+            for name in reached or ():
+                self.loaded[name] = self.loaded.get(name, 0) + sum(w.numel() for _, w in weights) / len(reached)
+            return reached
+
+        model.load_weights = recording
+
+    def missing_weights(self) -> list[str]:
+        """Engine parameters that the last publish left untouched or filled only in part; clears the notes."""
+        loaded, self.loaded = self.loaded, {}
+        return [name for name, p in self.model_runner.model.named_parameters() if name not in loaded]
+
+
+# ---------------------------------------------------------------------------------------------------- the two ends meet
+class EngineClient:
+    """vLLM's control plane of an update, for several engines: each call goes to all, each engine gets ranks of its own."""
+
+    def __init__(self, engines: list, workers_per_engine: int):
+        self.engines, self.workers = engines, workers_per_engine
+
+    def begin_init(self, info: dict) -> list:
+        return [e.init_weight_transfer_engine.remote(info | {"rank_offset": info["rank_offset"] + i * self.workers} if "rank_offset" in info else info)
+                for i, e in enumerate(self.engines)]
+
+    def wait(self, refs: list) -> None:
+        import ray
+
+        ray.get(refs)
+
+    def init_weight_transfer_engine(self, info: dict) -> None:
+        self.wait(self.begin_init(info))
+
+    def start_weight_update(self) -> None:
+        self.wait([e.start_weight_update.remote() for e in self.engines])
+
+    def update_weights(self, info) -> None:
+        self.wait([e.update_weights.remote(info) for e in self.engines])
+
+    def finish_weight_update(self, weight_version=None) -> None:
+        self.wait([e.finish_weight_update.remote() for e in self.engines])
+
+
+def open_transfer(backend: str, rank: int, source: PolicySource, engines: list, workers_per_engine: int, address: str):
+    """Join trainer rank and engines in one transfer group; called on every trainer rank, rank 0 sends. Returns the sender."""
+    world = 1 + len(engines) * workers_per_engine
+    with socket.socket() as s:
+        s.bind(("", 0))
+        port = s.getsockname()[1]
+    if backend == "gloo":
+        info = GlooInit(address, port, world, rank=rank)
+    elif backend == "nccl":
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        info = NCCLTrainerInitInfo(address, port, world, rank=rank)
+    else:
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+        info = IPCTrainerInitInfo(packed=True, rank=rank)
+    return WeightTransferTrainerFactory.trainer_init(info, client=EngineClient(engines, workers_per_engine), source=source)
+
+
+async def publish(trainer, engines: list, version: int) -> None:
+    """Bring the trainer's weights to every engine as `version`: pause(keep), send, check coverage, relabel, resume.
+
+    The label changes just before resume, when no token of the old weights can still arrive. Caches of the old weights
+    are dropped by the pause. Raises RuntimeError, engines left paused, when some engine parameter was not reached.
+    """
+    await asyncio.gather(*[e.pause.remote() for e in engines])
+    await trainer.send_weights()
+    missing = {name for names in await asyncio.gather(*[e.missing_weights.remote() for e in engines]) for name in names}
+    if missing:
+        raise RuntimeError(
+            f"Publishing version {version} did not reach {len(missing)} engine parameters: {', '.join(sorted(missing)[:8])}. They would go on with "
+            "other weights than the trainer's. Compare the names that weight_sync.PolicySource yields with the engine's model.")
+    await asyncio.gather(*[e.resume.remote(version) for e in engines])
