@@ -99,7 +99,7 @@ class Env:
 
     async def reset(self, prompt: dict) -> str | list[dict]:
         """The first observation. By default the prompt's messages, or its text as one user message."""
-        return prompt.get("messages") or prompt["prompt"]
+        return prompt["messages"] if "messages" in prompt else prompt["prompt"]
 
     async def step(self, action: str) -> Result:
         """Answer to one action. `action` is the decoded answer without its stop token, which stays in the ids."""
@@ -118,40 +118,50 @@ class Budget:
 
 
 # ---------------------------------------------------------------------------------------------------- text to ids
-_MARK = re.compile("\ue000(\\d+)\ue001")   # private-use characters stand for a control token that a user or a tool wrote
+_MARK = re.compile("\ue000(\\d+)\ue001")   # stands for the n-th reserved string, written by a user or a tool
 
 
-def control_tokens(tokenizer) -> list[str]:
-    """The strings that the tokenizer would turn into control ids, longest first."""
-    return sorted({t.content for t in tokenizer.added_tokens_decoder.values() if t.special}, key=len, reverse=True)
+def reserved(tokenizer) -> list[str]:
+    """Strings that text may not carry into a template as they are: control tokens, longest first, and our own marks."""
+    control = sorted({t.content for t in tokenizer.added_tokens_decoder.values() if t.special}, key=len, reverse=True)
+    return control + ["\ue000", "\ue001", "\ue002"]
 
 
-def escape(value, control: list[str]):
-    """Replace control strings inside a message (or any part of one) by marks, so that they stay text when tokenised."""
+def escape(value, reserved: list[str]):
+    """Replace reserved strings inside a message, a tool schema or any part of one by marks, so that they stay text when tokenised."""
     if isinstance(value, str):
-        for k, token in enumerate(control):
-            value = value.replace(token, f"\ue000{k}\ue001")
-        return value
+        return re.sub("|".join(map(re.escape, reserved)), lambda m: f"\ue000{reserved.index(m[0])}\ue001", value)
     if isinstance(value, list):
-        return [escape(v, control) for v in value]
+        return [escape(v, reserved) for v in value]
     if isinstance(value, dict):
-        return {k: v if k in ("role", "type") else escape(v, control) for k, v in value.items()}
+        return {escape(k, reserved): escape(v, reserved) for k, v in value.items()}
     return value
 
 
 def tokenize(tokenizer, text: str) -> list[int]:
     """Ids of rendered text: the template's markup becomes control tokens, marked text never does. No BOS is added."""
-    control, ids = control_tokens(tokenizer), []
+    strings, ids = reserved(tokenizer), []
     for k, piece in enumerate(_MARK.split(text)):
         if k % 2:
-            ids += tokenizer.encode(control[int(piece)], add_special_tokens=False, split_special_tokens=True)
+            ids += tokenizer.encode(strings[int(piece)], add_special_tokens=False, split_special_tokens=True)
         elif piece:
             ids += tokenizer.encode(piece, add_special_tokens=False)
     return ids
 
 
 def as_messages(observation: str | list[dict]) -> list[dict]:
-    return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    if isinstance(observation, list) and observation and all(isinstance(m, dict) and "role" in m for m in observation):
+        return observation
+    raise TypeError(f"An observation is text or a list of chat messages (dicts with role and content); got {observation!r:.200}.")
+
+
+def plain(tokenizer, observation) -> list[int]:
+    """Ids of an observation for a tokenizer without a chat template: text only, as it is."""
+    if not isinstance(observation, str):
+        raise ValueError("This tokenizer has no chat_template, so it cannot render messages. Give prompts and observations as text, or a chat model.")
+    return tokenize(tokenizer, escape(observation, reserved(tokenizer)))
 
 
 def render_prompt(tokenizer, observation: str | list[dict], tools: list | None = None) -> list[int]:
@@ -160,14 +170,12 @@ def render_prompt(tokenizer, observation: str | list[dict], tools: list | None =
     A tokenizer without a chat template takes plain text only, as it is.
     """
     if tokenizer.chat_template is None:
-        if not isinstance(observation, str):
-            raise ValueError("This tokenizer has no chat_template, so it cannot render messages. Give prompts as text, or a chat model.")
-        return tokenize(tokenizer, escape(observation, control_tokens(tokenizer)))
-    messages = escape(as_messages(observation), control_tokens(tokenizer))
+        return plain(tokenizer, observation)
+    messages, tools = escape([as_messages(observation), tools], reserved(tokenizer))
     return tokenize(tokenizer, tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True))
 
 
-_ANSWER = "\ue002answer\ue003"   # stands for the assistant's text where only the markup around it is wanted
+_ANSWER = "\ue002"   # stands for the assistant's text where only the markup around it is wanted
 
 
 def render_delta(tokenizer, observation: str | list[dict], sampled_ids, tools: list | None = None) -> list[int]:
@@ -177,8 +185,8 @@ def render_delta(tokenizer, observation: str | list[dict], sampled_ids, tools: l
     token) is not repeated; where the answer was cut short it is added, as observed tokens.
     """
     if tokenizer.chat_template is None:
-        return tokenize(tokenizer, escape(observation, control_tokens(tokenizer)))
-    new = escape(as_messages(observation), control_tokens(tokenizer))
+        return plain(tokenizer, observation)
+    new, tools = escape([as_messages(observation), tools], reserved(tokenizer))
     history = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
     text = tokenizer.apply_chat_template(history + new, tools=tools, tokenize=False, add_generation_prompt=True)
     if text.count(_ANSWER) != 1:
@@ -186,8 +194,8 @@ def render_delta(tokenizer, observation: str | list[dict], sampled_ids, tools: l
     tail = text.split(_ANSWER)[1]
     if len(sampled_ids):
         last = tokenizer.decode([int(sampled_ids[-1])], skip_special_tokens=False)
-        if last in control_tokens(tokenizer) and tail.startswith(last):
-            tail = tail[len(last):]
+        if last in reserved(tokenizer) and tail.lstrip().startswith(last):       # some templates put white space before it
+            tail = tail.lstrip()[len(last):]
     return tokenize(tokenizer, tail)
 
 
@@ -197,9 +205,7 @@ def answer_text(tokenizer, completion) -> str:
     if completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str):
         ids = ids[:-1]
     text = tokenizer.decode(ids, skip_special_tokens=False)
-    if isinstance(completion.stop_reason, str):
-        text = text[: text.rfind(completion.stop_reason)] if completion.stop_reason in text else text
-    return text
+    return text.split(completion.stop_reason)[0] if isinstance(completion.stop_reason, str) else text
 
 
 # ---------------------------------------------------------------------------------------------------- the episode
@@ -207,10 +213,10 @@ Generate = Callable[..., Awaitable[Any]]   # generate(token_ids, max_tokens=, st
 
 
 def checked_reward(reward, rollout: int) -> float | None:
-    """A finite float, or None for "not scored" (None or NaN). Anything else is the agent's mistake."""
+    """A finite float, or None for "not scored" (None, NaN or infinite). Anything else is the agent's mistake."""
     if reward is None:
         return None
-    if isinstance(reward, bool) or isinstance(reward, (numbers.Real, np.number)):
+    if isinstance(reward, (numbers.Real, np.number, np.bool_)):
         return float(reward) if math.isfinite(reward) else None
     raise TypeError(f"Rollout {rollout}: Result.reward must be a number or None, got {reward!r}. Convert it in your agent.")
 
@@ -225,7 +231,8 @@ async def run_episode(env: Env, prompt: dict, tokenizer, generate: Generate, bud
     try:
         env.prompt, total, max_tokens, stop = prompt, 0.0, None, []
         trajectory.extend(render_prompt(tokenizer, await env.reset(prompt), prompt.get("tools")))
-        for turn in range(env.max_turns):
+        turn = 0
+        while True:
             room = budget.context - len(trajectory)
             if room <= 0:
                 trajectory.truncated = True
@@ -243,7 +250,8 @@ async def run_episode(env: Env, prompt: dict, tokenizer, generate: Generate, bud
             trajectory.truncated |= result.truncated
             if result.terminated or result.truncated:
                 break
-            if turn + 1 == env.max_turns:
+            turn += 1
+            if turn == env.max_turns:
                 trajectory.truncated = True
                 break
             delta = render_delta(tokenizer, result.observation, completion.token_ids, prompt.get("tools"))
@@ -263,13 +271,15 @@ def load_agent(path: str):
     file = Path(path).resolve()
     if not file.is_file():
         raise ValueError(f"--agent {path}: there is no such file. Give the path of a Python module that defines AgentRunner.")
+    if file.suffix != ".py":
+        raise ValueError(f"--agent {path} is not a .py file. Give the path of a Python module that defines AgentRunner.")
     name = f"agent_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
-    if not hasattr(module, "AgentRunner"):
-        raise ValueError(f"--agent {path} defines no AgentRunner. Name your Env subclass `AgentRunner`.")
+    if not hasattr(module, "AgentRunner") or not inspect.isclass(module.AgentRunner) or not issubclass(module.AgentRunner, Env):
+        raise ValueError(f"--agent {path} defines no AgentRunner that is a subclass of agent.Env. Name your Env subclass `AgentRunner`.")
     for name in ("reset", "step", "close"):
         if not inspect.iscoroutinefunction(getattr(module.AgentRunner, name)):
             raise ValueError(f"--agent {path}: AgentRunner.{name} must be `async def`, so that one worker can run many episodes at once.")

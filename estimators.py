@@ -66,7 +66,7 @@ def collate(rollouts: list[list[Trajectory]], aggregation: Callable, temperature
     """
     rows = [segment for segments in rollouts for segment in segments]
     for segment in rows:
-        if segment.reward is None:
+        if segment.reward is None or segment.reward != segment.reward:
             raise ValueError(f"Rollout {segment.rollout} has no reward; unscored rollouts must be dropped before collate, never trained as 0.")
     index = {segments[0].rollout: i for i, segments in enumerate(rollouts)}
     rollout = torch.tensor([index[s.rollout] for s in rows])                                   # [B]

@@ -59,10 +59,9 @@ AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 # ---------------------------------------------------------------------------------------------------- policy losses
 def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
-    """numerator - denominator where masked in, cut to +-30; exactly 0 (and no gradient) elsewhere. [B, T]"""
+    """numerator - denominator where masked in, cut to +-30; exactly 0 (and no gradient) elsewhere. A NaN stays one. [B, T]"""
     zero = torch.zeros((), dtype=numerator.dtype)
-    difference = torch.where(mask, numerator, zero) - torch.where(mask, denominator, zero)
-    return torch.nan_to_num(difference, nan=0.0, posinf=LOG_RATIO_LIMIT, neginf=-LOG_RATIO_LIMIT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return (torch.where(mask, numerator, zero) - torch.where(mask, denominator, zero)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def ppo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: "LossConfig") -> tuple[Tensor, Tensor]:
@@ -168,5 +167,4 @@ def step_loss(logprobs: Tensor, entropy: Tensor | None, batch, cfg: LossConfig, 
     if entropy is not None:
         metrics["entropy"] = (torch.where(mask, entropy.detach(), zero).sum(), tokens)
         token_loss = token_loss - cfg.entropy_coef * torch.where(mask, entropy, zero)
-    loss = (weight * torch.where(mask, token_loss, zero)).sum()
-    return loss, metrics | {"loss": (loss.detach(), torch.ones(()))}
+    return torch.where(mask, weight * token_loss, zero).sum(), metrics

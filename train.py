@@ -170,7 +170,7 @@ def start_ray(address: str | None) -> None:
     """A private Ray, quiet, whose workers find our flat modules; or the cluster at `address`."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore",
-                   "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+                   "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_WAIT_POLICY": "PASSIVE"}   # idle threads sleep: engine and trainer share the cores
     os.environ["RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"] = "true"   # an engine's processes die with its actor
     ray.init(address=address, include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env={"env_vars": environment},
              **({} if address else {"object_store_memory": 512 * 2**20}))

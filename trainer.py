@@ -32,7 +32,7 @@ class TrainerConfig:
     """How the policy is trained."""
 
     trainers: int = 1                  # N, ranks that share the policy (FSDP2)
-    learning_rate: float = 1e-3        # peak learning rate of AdamW
+    learning_rate: float = 3e-4        # peak learning rate of AdamW
     warmup_steps: int = 5              # optimizer steps of linear warm-up
     decay: Literal["constant", "linear", "cosine"] = "constant"   # what the learning rate does after the warm-up, to 0 at the last step
     beta1: float = 0.9                 # AdamW
@@ -224,6 +224,7 @@ class Rank:
                 small = to_device(small, self.device)
                 loss, seen = step_loss(logprobs, entropy, small, self.loss, kind)
                 (loss * self.world).backward()                 # FSDP2 takes the mean over ranks, the loss is a sum over them
+                metrics["loss"][0] += float(loss.detach())
                 for name, (total, count) in seen.items():
                     metrics[name][0] += float(total)
                     metrics[name][1] += float(count)
