@@ -33,7 +33,7 @@ class TrainerConfig:
 
     trainers: int = 1                  # N, ranks that share the policy (FSDP2)
     learning_rate: float = 3e-4        # peak learning rate of AdamW
-    warmup_steps: int = 5              # optimizer steps of linear warm-up
+    warmup_steps: int = 10             # optimizer steps of linear warm-up
     decay: Literal["constant", "linear", "cosine"] = "constant"   # what the learning rate does after the warm-up, to 0 at the last step
     beta1: float = 0.9                 # AdamW
     beta2: float = 0.95                # AdamW
