@@ -120,7 +120,7 @@ class Engine:
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
             model=self.model, dtype=self.dtype, load_format="dummy", max_model_len=self.cfg.context_length, max_num_seqs=self.cfg.max_num_seqs,
             max_num_batched_tokens=self.cfg.max_num_batched_tokens, enable_chunked_prefill=False, enable_prefix_caching=True,
-            logprobs_mode="processed_logprobs", disable_log_stats=True, worker_extension_cls="weight_sync.Receiver",
+            block_size=32 if self.transfer == "gloo" else None, logprobs_mode="processed_logprobs", disable_log_stats=True, worker_extension_cls="weight_sync.Receiver",
             hf_overrides={"tie_word_embeddings": False} if self.untie else {},
             weight_transfer_config=WeightTransferConfig(backend=self.transfer), **(cpu if self.transfer == "gloo" else gpu)))
         await self.llm.collective_rpc("watch_weights")

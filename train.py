@@ -47,15 +47,15 @@ class Config:
 
     estimator: Literal[*ESTIMATORS] = "grpo"   # how rewards become advantages
     model: str = str(ROOT / "recipes/tiny")    # policy to start from: directory in Hugging Face layout, or hub id
-    steps: int = 240                   # batches to train; each ends with one publish
+    steps: int = 100                   # batches to train; each ends with one publish
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"   # dtype of both forwards; auto: bfloat16 on a GPU, float32 without
     device: Literal["auto", "cpu", "cuda"] = "auto"   # auto: cuda when there is an NVIDIA GPU
     seed: int = 0                      # prompts' order and every sampling seed follow from it
-    eval_every: int = 120              # steps between evals; 0 = only at the start and at the end
+    eval_every: int = 50               # steps between evals; 0 = only at the start and at the end
     eval_prompts: int = 1000           # held-out prompts of an eval, at most
     eval_samples: int = 2              # k of pass@k: sampled answers for each eval prompt, next to the greedy one; 0 = greedy only
     pass_reward: float = 1.0           # a rollout passes when its reward is at least this
-    checkpoint_every: int = 60         # steps between checkpoints; 0 = only at the end
+    checkpoint_every: int = 50         # steps between checkpoints; 0 = only at the end
     keep_checkpoints: int = 2          # newest checkpoints to keep
     save_rollouts: bool = True         # write every trained trajectory to rollouts/
     name: str | None = None            # directory under runs/; None = estimator and time, with --resume the newest run

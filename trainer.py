@@ -302,7 +302,16 @@ class Rank:
 
     def parameters(self) -> dict[str, Tensor]:
         """Whole parameters by name, for tests and audits."""
-        return {name: (p.full_tensor() if isinstance(p, torch.distributed.tensor.DTensor) else p).detach().cpu() for name, p in self.model.named_parameters()}
+        return {name: whole(p) for name, p in self.model.named_parameters()}
+
+    def moments(self) -> dict[str, Tensor]:
+        """Whole first moments of AdamW by parameter name; after the first step (1 - beta1) times the clipped gradient."""
+        return {name: whole(self.optimizer.state[p]["exp_avg"]) for name, p in self.model.named_parameters() if p in self.optimizer.state}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered (a collective), or a plain one, on the CPU."""
+    return (tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor).detach().cpu()
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -20,6 +20,7 @@ from vllm.distributed.utils import stateless_init_torch_distributed_process_grou
 from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, WeightSource, WeightTransferInitInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine, NCCLWeightTransferEngine
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 SMALL = 1 << 20                        # tensors below this many elements travel in float32, whatever the engine holds them in
 
@@ -125,21 +126,37 @@ class Receiver:
     def watch_weights(self) -> None:
         """From now on note every element that reaches an engine parameter. Called once, before the first publish."""
         model = self.model_runner.model
-        load, self.loaded = model.load_weights, {}
+        load, self.loaded, self.needed = model.load_weights, {}, elements(model)
 
         def recording(weights):
-            weights = list(weights)
-            reached = load(iter(weights))
-            for name in reached or ():
-                self.loaded[name] = self.loaded.get(name, 0) + sum(w.numel() for _, w in weights) / len(reached)
+            if not self.loaded:
+                self.needed = elements(model)                # now, at the start of an update: outside one, packed weights are empty
+            reached = set()
+            for name, weight in weights:                     # one at a time: so each element is booked on the parameter it went to
+                for parameter in load([(name, weight)]):
+                    self.loaded[parameter] = self.loaded.get(parameter, 0) + weight.numel()
+                    reached.add(parameter)
             return reached
 
         model.load_weights = recording
 
     def missing_weights(self) -> list[str]:
-        """Engine parameters that the last publish left untouched or filled only in part; clears the notes."""
+        """Engine parameters that the last update left untouched or filled only in part; clears the notes.
+
+        With tensor parallelism a worker holds a share of what it is sent, so enough elements is at least its own number.
+        """
         loaded, self.loaded = self.loaded, {}
-        return [name for name, p in self.model_runner.model.named_parameters() if name not in loaded]
+        return [name for name, n in self.needed.items() if name not in loaded or loaded[name] < n]
+
+
+def elements(model: torch.nn.Module) -> dict[str, int]:
+    """Elements of each engine parameter that a checkpoint fills; the rows that pad a vocabulary are not among them."""
+    needed = {name: p.numel() for name, p in model.named_parameters()}
+    for name, module in model.named_modules():
+        if isinstance(module, VocabParallelEmbedding):
+            for parameter, p in module.named_parameters(prefix=name, recurse=False):
+                needed[parameter] = module.shard_indices.num_org_elements * p[0].numel() if p.dim() > 1 else p.numel()
+    return needed
 
 
 # ---------------------------------------------------------------------------------------------------- the two ends meet

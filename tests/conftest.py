@@ -1,0 +1,68 @@
+"""One Ray, one engine, one trainer for all tests that need the real stack; they start when the first test asks."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "recipes" / "tiny"
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session")
+def loop():
+    """The event loop that stands for the driver's."""
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    import ray
+
+    from train import quiet, start_ray
+
+    quiet()
+    start_ray(None)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def hostile_model(tmp_path_factory) -> str:
+    """The embedded policy with a generation_config.json that would change every sampling field left out."""
+    path = tmp_path_factory.mktemp("model") / "hostile"
+    shutil.copytree(TINY, path)
+    file = path / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {
+        "do_sample": True, "top_k": 1, "top_p": 0.1, "min_p": 0.5, "temperature": 0.1, "repetition_penalty": 1.9, "max_new_tokens": 1}))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def stack(cluster, hostile_model, loop):
+    """(cfg, parts): a running engine, trainer and agent worker of the hostile model, version 0 published. Float32, 2 optimizer steps a batch."""
+    from generator import GeneratorConfig
+    from train import Config, resolve, start
+    from trainer import TrainerConfig
+    from weight_sync import publish
+
+    cfg = Config(model=hostile_model, device="cpu", dtype="float32", generator=GeneratorConfig(agent=str(ROOT / "recipes/arithmetic.py"), temperature=0.7, prompts_per_step=4),
+                 trainer=TrainerConfig(epochs=2, learning_rate=1e-3, warmup_steps=0))
+
+    async def begin():
+        parts = await start(cfg, resolve(cfg))
+        await publish(parts.trainer, parts.engines, 0)
+        return parts
+
+    return cfg, loop.run_until_complete(begin())

@@ -1,0 +1,400 @@
+"""Pool and prompts by hand, Batcher with a scripted engine, Engine and AgentWorker on real vLLM and Ray."""
+
+import asyncio
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent import Trajectory
+from generator import Batcher, GeneratorConfig, Group, Pool, PromptStream, Sampling, read_completion, read_prompts, rollout_seed
+from losses import AGGREGATIONS
+
+
+# ---------------------------------------------------------------------------------------------------- helpers
+def usable(n: int, count: int) -> Group:
+    group = Group(n, {})
+    for k in range(count):
+        t = Trajectory(rollout=n * 10 + k, group=n, reward=1.0)
+        t.extend([1, 2])
+        t.extend([3], logprobs=[-1.0], policy_versions=[0])
+        group.rollouts.append([t])
+    return group
+
+
+class Script:
+    """run_group whose groups finish when told to, with the number of usable rollouts asked for."""
+
+    def __init__(self, usable_rollouts: dict[int, int] | None = None):
+        self.usable, self.started, self.gates = usable_rollouts or {}, [], {}
+
+    async def __call__(self, n: int, prompt: dict) -> Group:
+        self.started.append(n)
+        self.gates[n] = asyncio.Event()
+        await self.gates[n].wait()
+        group = usable(n, self.usable.get(n, 2))
+        group.dropped = Counter(unscored=2 - len(group.rollouts))
+        return group
+
+    async def finish(self, *numbers: int) -> None:
+        await asyncio.sleep(0)
+        for n in numbers:
+            self.gates[n].set()
+        await asyncio.sleep(0)
+
+
+def pool_of(script, slots: int, **options) -> Pool:
+    return Pool(PromptStream([{"prompt": str(i)} for i in range(50)], seed=0), script, slots, min_rollouts=2, **options)
+
+
+# ---------------------------------------------------------------------------------------------------- pool
+def test_take_returns_groups_in_order_of_start_although_younger_ones_are_complete():
+    async def scenario():
+        script = Script()
+        pool = pool_of(script, slots=4)
+        taking = asyncio.ensure_future(pool.take(2))
+        await script.finish()
+        await script.finish(3, 2, 1)                       # all but the head of the line
+        assert not taking.done()
+        await script.finish(0)
+        assert [g.index for g in await taking] == [0, 1]
+        assert pool.head_seconds > 0                       # the wait for the head is counted
+        pool.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_no_group_starts_before_release_frees_its_slot():
+    """4 slots, 2 taken: still 4 unreleased groups, so nothing starts until the loop has trained and published them."""
+    async def scenario():
+        script = Script()
+        pool = pool_of(script, slots=4)
+        taking = asyncio.ensure_future(pool.take(2))
+        await script.finish()
+        await script.finish(0, 1)
+        await taking
+        assert script.started == [0, 1, 2, 3]
+        pool.release(2)
+        await asyncio.sleep(0)
+        assert script.started == [0, 1, 2, 3, 4, 5]
+        pool.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_dropped_group_is_counted_and_its_replacement_goes_to_the_back():
+    """Group 0 keeps one rollout of two, fewer than min_rollouts: 1 and 2 are taken, 2 being its replacement."""
+    async def scenario():
+        script = Script({0: 1})
+        pool = pool_of(script, slots=2)
+        taking = asyncio.ensure_future(pool.take(2))
+        await script.finish()
+        await script.finish(0, 1)
+        await script.finish(2)
+        assert [g.index for g in await taking] == [1, 2]
+        assert (pool.dropped_groups, pool.dropped) == (1, Counter(unscored=1))
+
+    asyncio.run(scenario())
+
+
+def test_a_starved_pool_stops_with_counts_and_the_way_out():
+    """b14: every group is lost; after give_up_after of them in a row the run ends with a message instead of waiting for ever."""
+    async def lost(n, prompt):
+        return Group(n, prompt, dropped=Counter(error_ValueError=2), errors=["rollout 0 of prompt 0: ValueError: boom"])
+
+    with pytest.raises(RuntimeError, match=r"5 prompt groups in a row.*error_ValueError': 10.*boom"):
+        asyncio.run(pool_of(lost, slots=2, give_up_after=5).take(2))
+
+
+def test_losses_in_between_do_not_add_up_to_giving_up():
+    async def every_other(n, prompt):
+        return usable(n, 2 if n % 2 else 0)
+
+    assert [g.index for g in asyncio.run(pool_of(every_other, slots=2, give_up_after=2).take(4))] == [1, 3, 5, 7]
+
+
+@settings(max_examples=50, deadline=None)
+@given(per_step=st.integers(1, 4), lag=st.integers(0, 2), delays=st.lists(st.integers(0, 5), min_size=40, max_size=40), lost=st.sets(st.integers(0, 30), max_size=8))
+def test_no_rollout_starts_more_than_max_staleness_versions_before_it_is_trained(per_step, lag, delays, lost):
+    """Slots = (lag + 1) * P and taking in order of start bound staleness by lag, whatever the durations and losses."""
+    async def scenario():
+        version, started_at = 0, {}
+
+        async def run_group(n, prompt):
+            started_at[n] = version
+            for _ in range(delays[n % 40]):
+                await asyncio.sleep(0)
+            return usable(n, 0 if n in lost else 2)
+
+        pool, seen = pool_of(run_group, slots=(lag + 1) * per_step), []
+        for _ in range(6):
+            groups = await pool.take(per_step)
+            assert all(0 <= version - started_at[g.index] <= lag for g in groups)
+            seen += [g.index for g in groups]
+            version += 1
+            pool.release(per_step)
+        assert len(seen) == len(set(seen)) and not set(seen) & lost
+        assert set(range(max(seen) + 1)) - set(seen) <= lost | {n for n, _ in pool.running}
+        pool.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_resumed_pool_issues_what_was_in_flight_first_and_skips_nothing():
+    """b20: P0 and P1 trained, P2 and P3 in flight when saved: the resumed pool starts P2, P3, then P4."""
+    async def scenario():
+        first = Script()
+        pool = pool_of(first, slots=4)
+        taking = asyncio.ensure_future(pool.take(2))
+        await first.finish()
+        await first.finish(0, 1)
+        await taking
+        state = json.loads(json.dumps(pool.state()))
+        pool.cancel()
+        script = Script()
+        resumed = pool_of(script, slots=3)
+        resumed.load_state(state)
+        resumed.fill()
+        await asyncio.sleep(0)
+        assert script.started == [2, 3, 4]
+        resumed.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_n04_a_group_short_of_a_rollout_still_counts_each_rollout_once():
+    """Five rollouts asked for, four came, one of them in four segments: 4 present, mean reward 0.5, not complete."""
+    from estimators import collate
+
+    rewards, rows = [1.0, 0.0, 0.0, 1.0], [1, 4, 1, 2]
+    rollouts = []
+    for i, (reward, n) in enumerate(zip(rewards, rows)):
+        segments = []
+        for _ in range(n):
+            t = Trajectory(rollout=i, group=0, reward=reward)
+            t.extend([5, 6])
+            t.extend([7], logprobs=[-0.5], policy_versions=[0])
+            segments.append(t)
+        rollouts.append(segments)
+    batch = collate(rollouts, AGGREGATIONS["token-mean"])
+    assert (len(batch.rollout_rewards), len(batch.lengths), batch.rollout_rewards.mean().item()) == (4, 8, 0.5)
+
+
+# ---------------------------------------------------------------------------------------------------- prompts
+def test_every_epoch_visits_every_prompt_once_in_an_order_of_its_own():
+    stream = PromptStream([{"prompt": i} for i in range(20)], seed=3)
+    epochs = [[stream[e * 20 + i]["prompt"] for i in range(20)] for e in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(20)) and epochs[0] != epochs[1]
+    assert stream.epoch(19) == 0 and stream.epoch(20) == 1
+    assert [PromptStream(stream.prompts, 4)[i]["prompt"] for i in range(20)] != epochs[0]
+
+
+def test_prompts_come_from_a_jsonl_file_split_by_its_field_or_by_the_last_tenth(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"q{i}", "label": i}) + "\n" for i in range(30)))
+    cfg = GeneratorConfig(prompts=str(file))
+    train, held_out = read_prompts(cfg, "train"), read_prompts(cfg, "eval")
+    assert [r["label"] for r in train] == list(range(27)) and [r["label"] for r in held_out] == [27, 28, 29]
+    file.write_text("".join(json.dumps({"prompt": "q", "split": s}) + "\n" for s in ("train", "eval", "train")))
+    assert len(read_prompts(cfg, "train")) == 2 and len(read_prompts(cfg, "eval")) == 1
+
+
+def test_a_prompt_row_without_text_is_named(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"split": "train", "label": 3}\n{"split": "eval", "prompt": "x"}\n')
+    with pytest.raises(ValueError, match="Prompt 0 of the train split has neither"):
+        read_prompts(GeneratorConfig(prompts=str(file)), "train")
+
+
+def test_the_arithmetic_split_shares_no_sum_in_either_order():
+    from recipes.arithmetic import problems
+
+    held_out, train = {frozenset(p) for p in problems("eval")}, {frozenset(p) for p in problems("train")}
+    assert len(held_out) == 1000 and len(train) == 4050 and not held_out & train
+
+
+@pytest.mark.parametrize("flags, words", [
+    (dict(temperature=0.0), "--temperature 0.0"), (dict(group_size=0), "--group-size 0"), (dict(max_new_tokens=0), "--max-new-tokens 0"),
+    (dict(max_num_batched_tokens=64), "--max-num-batched-tokens 64"),
+])
+def test_flags_that_cannot_work_are_refused_by_name(flags, words):
+    with pytest.raises(ValueError, match=words):
+        GeneratorConfig(**flags)
+
+
+# ---------------------------------------------------------------------------------------------------- completions
+def reply(token_ids, rows) -> SimpleNamespace:
+    return SimpleNamespace(token_ids=token_ids, logprobs=rows, finish_reason="stop", stop_reason=None)
+
+
+def row(token: int, logprob: float) -> dict:
+    return {token: SimpleNamespace(logprob=logprob)}
+
+
+@pytest.mark.parametrize("rows", [None, [row(11, -0.2), row(12, -0.4)], [row(11, -0.2), row(99, -0.4), row(13, -0.1)]])
+def test_n17_a_reply_without_a_logprob_for_each_sampled_token_is_refused_and_named(rows):
+    with pytest.raises(ValueError, match="train-7-0"):
+        read_completion(reply([11, 12, 13], rows), [0, 0, 0], "train-7-0")
+
+
+def test_a_complete_reply_keeps_ids_and_logprobs_in_order():
+    completion = read_completion(reply([11, 12], [row(11, -0.2), row(12, -0.4)]), [3, 3], "x")
+    assert completion.token_ids.tolist() == [11, 12] and completion.policy_versions.tolist() == [3, 3]
+    np.testing.assert_allclose(completion.logprobs, [-0.2, -0.4], rtol=1e-6)
+
+
+class ScriptedEngine:
+    """Counts Ray-like calls and answers each request with its name."""
+
+    def __init__(self):
+        self.calls, self.generate = [], SimpleNamespace(remote=self.answer)
+
+    async def answer(self, requests, sampling):
+        self.calls.append(len(requests))
+        await asyncio.sleep(0)
+        if any(r[0] == "bad" for r in requests):
+            raise RuntimeError("engine refused")
+        return [r[0] for r in requests]
+
+
+def test_a_single_turn_group_travels_in_one_call_and_a_rollout_that_left_does_not_hold_it_up():
+    async def scenario():
+        engine = ScriptedEngine()
+        batcher = Batcher(engine, expected=3)
+        tasks = [asyncio.ensure_future(batcher.generate((name,), Sampling())) for name in ("a", "b")]
+        await asyncio.sleep(0)
+        assert engine.calls == []
+        batcher.left()                                     # the third rollout failed before it asked
+        assert await asyncio.gather(*tasks) == ["a", "b"] and engine.calls == [2]
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_error_reaches_every_rollout_of_the_call():
+    async def scenario():
+        batcher = Batcher(ScriptedEngine(), expected=2)
+        results = await asyncio.gather(*[batcher.generate((name,), Sampling()) for name in ("a", "bad")], return_exceptions=True)
+        assert [str(r) for r in results] == ["engine refused"] * 2
+
+    asyncio.run(scenario())
+
+
+def test_seeds_depend_on_run_rollout_and_turn():
+    seeds = {rollout_seed(*key) for key in [(0, 1, 2, 3), (1, 1, 2, 3), (0, 2, 2, 3), (0, 1, 3, 3), (0, 1, 2, 4)]}
+    assert len(seeds) == 5 and rollout_seed(0, 1, 2, 3) in seeds
+
+
+# ---------------------------------------------------------------------------------------------------- the real engine
+PROMPT = list(range(60, 90))
+
+
+def ask(loop, engine, requests, temperature=0.7, seed=None) -> list:
+    return loop.run_until_complete(asyncio.ensure_future(gathered(engine, requests, temperature, seed), loop=loop))
+
+
+async def gathered(engine, requests, temperature, seed):
+    sampling = [Sampling(temperature, None if seed is None else seed + i) for i in range(len(requests))]
+    return await engine.generate.remote([(f"t-{np.random.randint(1 << 60)}", np.array(ids, np.int32), n, stop) for ids, n, stop in requests], sampling)
+
+
+def trainer_logprobs(loop, cfg, parts, prompt, completion) -> torch.Tensor:
+    """The trainer's logprobs of a completion, by the path that training takes."""
+    from estimators import collate
+
+    trajectory = Trajectory(0, 0, reward=0.0)
+    trajectory.extend(prompt)
+    trajectory.extend(completion.token_ids, completion.logprobs, completion.policy_versions)
+    batch = collate([[trajectory]], AGGREGATIONS["token-mean"], cfg.generator.temperature)
+    return loop.run_until_complete(parts.trainer.logprobs(batch))[0, len(prompt):]
+
+
+def test_b13_and_n16_the_models_files_change_no_sampling_field_and_both_sides_divide_by_the_temperature(stack, loop):
+    """generation_config.json says top_k 1, top_p 0.1, temperature 0.1, a penalty and 1 new token; the run samples at 0.7.
+
+    The engine's logprobs equal the trainer's log_softmax(logits / 0.7), which any of those fields would move, and the
+    answers differ from each other, which top_k 1 would not allow.
+    """
+    cfg, parts = stack
+    answers = ask(loop, parts.engines[0], [(PROMPT, 12, [])] * 16)
+    gaps = [np.abs(trainer_logprobs(loop, cfg, parts, PROMPT, a).numpy() - a.logprobs).max() for a in answers]
+    assert max(gaps) <= 1e-4
+    assert len({tuple(a.token_ids) for a in answers}) > 1 and max(len(a.token_ids) for a in answers) > 1
+
+
+def test_seeded_requests_give_the_same_tokens_alone_and_in_any_company(stack, loop):
+    _, parts = stack
+    together = ask(loop, parts.engines[0], [(PROMPT[: 10 + i], 10, []) for i in range(20)], seed=5)
+    for i in (0, 7, 19):
+        alone = ask(loop, parts.engines[0], [(PROMPT[: 10 + i], 10, [])], seed=5 + i)[0]
+        assert alone.token_ids.tolist() == together[i].token_ids.tolist()
+        np.testing.assert_allclose(alone.logprobs, together[i].logprobs, atol=1e-5)
+
+
+def test_finish_reasons_and_limits_are_the_engines_own(stack, loop):
+    _, parts = stack
+    cut = ask(loop, parts.engines[0], [(PROMPT, 1, [])])[0]
+    assert len(cut.token_ids) == 1 and (cut.finish_reason == "length" or cut.token_ids[0] == 258)
+    greedy = ask(loop, parts.engines[0], [(PROMPT, 40, [])], temperature=0.0)[0]
+    assert greedy.finish_reason == "length" or greedy.token_ids[-1] == 258     # 258 is <|im_end|>: it stays in the ids
+
+
+def test_an_engine_refuses_to_sample_before_version_0(cluster, hostile_model):
+    """Dummy weights must never be sampled; no vLLM is started for this."""
+    import ray
+
+    from generator import Engine
+
+    engine = Engine.options(num_cpus=0).remote(hostile_model, GeneratorConfig(), "float32", "gloo", True)
+    with pytest.raises(RuntimeError, match="publish version 0"):
+        ray.get(engine.generate.remote([("x", np.array([1], np.int32), 1, [])], [Sampling()]))
+
+
+AGENT = '''
+from agent import Env, Result
+
+class AgentRunner(Env):
+    async def step(self, action):
+        kind = self.prompt["kind"]
+        if kind == "raises": raise KeyError("broken tool")
+        if kind == "unscored": return Result(reward=None)
+        if kind == "nan": return Result(reward=float("nan"))
+        if kind == "text": return Result(reward="1.0")
+        if kind == "hangs":
+            import asyncio
+            await asyncio.sleep(600)
+        if kind == "turns":
+            self.n = self.__dict__.get("n", 0) + 1
+            return Result(reward=0.5, terminated=self.n == 2, observation="again")
+        return Result(reward=1.0, info={"length": len(action)})
+'''
+
+
+def test_b14_every_kind_of_failing_rollout_is_dropped_counted_and_named_and_the_others_stay(stack, loop, tmp_path):
+    """An agent that raises, hangs, gives no reward, NaN or a string; a prompt that fills the context; and two that work."""
+    import ray
+    from dataclasses import replace
+
+    from generator import AgentWorker
+
+    cfg, parts = stack
+    file = tmp_path / "unruly.py"
+    file.write_text(AGENT)
+    gen = replace(cfg.generator, agent=str(file), rollout_timeout=6.0)
+    worker = AgentWorker.options(num_cpus=0).remote(cfg.model, gen, parts.engines, 0)
+    kinds = ["fine", "raises", "hangs", "unscored", "nan", "text", "turns", "long"]
+    prompts = [(i, {"prompt": "1+1" if kind != "long" else "x" * 500, "kind": kind}) for i, kind in enumerate(kinds)]
+    groups = dict(zip(kinds, ray.get(worker.run_groups.remote(prompts, 0, 2, 1.0))))
+    assert {k: dict(g.dropped) for k, g in groups.items()} == {
+        "fine": {}, "raises": {"error_KeyError": 2}, "hangs": {"timeout": 2}, "unscored": {"unscored": 2}, "nan": {"unscored": 2},
+        "text": {"error_TypeError": 2}, "turns": {}, "long": {"prompt_too_long": 2}}
+    assert "rollout 2 of prompt 1: KeyError: 'broken tool'" in groups["raises"].errors
+    assert [s[0].reward for s in groups["fine"].rollouts + groups["turns"].rollouts] == [1.0] * 4
+    two = groups["turns"].rollouts[0][0]
+    assert np.diff(two.response_mask.astype(int)).tolist().count(1) == 2       # two answers, one segment
+    assert set(two.policy_versions[two.response_mask]) == {0}
+    ray.kill(worker)

@@ -1,0 +1,222 @@
+"""Splitting, alignment and schedules by hand; FSDP2 ranks, checkpoints and exports for real."""
+
+import asyncio
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent import Trajectory
+from estimators import collate, dr_grpo, supervised_batch
+from losses import AGGREGATIONS, LossConfig
+from trainer import Rank, Trainer, TrainerConfig, align, learning_rate, plan_microbatches, take_rows
+
+from conftest import TINY
+
+Bare = Rank.__ray_metadata__.modified_class    # the class behind the Ray actor, for what one process can show
+
+
+def rollouts(lengths: list[int], seed: int = 0, temperature_spread: float = 0.3) -> list[list[Trajectory]]:
+    """Random rollouts, 4 a prompt; behaviour logprobs are noise around log(1/20)."""
+    draw = np.random.default_rng(seed)
+    out = []
+    for i, n in enumerate(lengths):
+        t = Trajectory(rollout=i, group=i // 4, reward=float(draw.integers(2)))
+        t.extend(draw.integers(60, 90, 6))
+        t.extend(draw.integers(60, 90, n), logprobs=draw.normal(-3, temperature_spread, n), policy_versions=[0] * n)
+        out.append([t])
+    return out
+
+
+def batch_of(lengths, minibatches: int = 1, seed: int = 0):
+    batch = collate(rollouts(lengths, seed), AGGREGATIONS["token-mean"], 0.8, minibatches)
+    batch.advantages = dr_grpo(batch, None)
+    return batch
+
+
+# ---------------------------------------------------------------------------------------------------- by hand
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(1, 30), min_size=4, max_size=40), ranks=st.integers(1, 4), budget=st.integers(40, 400))
+def test_every_row_is_in_one_microbatch_within_the_budget_and_all_ranks_have_as_many(lengths, ranks, budget):
+    batch = batch_of(lengths)
+    plan = plan_microbatches(batch, torch.arange(len(lengths)), ranks, budget)
+    assert sorted(r for mine in plan for rows in mine for r in rows) == list(range(len(lengths)))
+    assert len({len(mine) for mine in plan}) == 1
+    for rows in (rows for mine in plan for rows in mine):
+        assert len(rows) * max((int(batch.lengths[r]) for r in rows), default=0) <= max(budget, 36) or len(rows) == 1
+
+
+def test_segments_of_a_rollout_stay_in_one_microbatch():
+    segments = [[t[0] for t in rollouts([20, 20, 20])]]
+    for t in segments[0]:
+        t.rollout, t.group = 0, 0
+    batch = collate(segments + [[t] for (t,) in rollouts([20] * 5)[1:]], AGGREGATIONS["token-mean"])
+    plan = plan_microbatches(batch, torch.arange(len(batch.lengths)), 2, 60)
+    assert any({0, 1, 2} <= set(rows) for mine in plan for rows in mine)
+
+
+def test_an_idle_microbatch_has_no_weight_and_rows_are_cut_to_their_longest():
+    batch = batch_of([3, 9, 5, 7])
+    idle = take_rows(batch, [])
+    assert idle.loss_weight.sum() == 0 and not idle.response_mask.any() and len(idle.token_ids) == 1
+    small = take_rows(batch, [0, 2])
+    assert small.token_ids.shape == (2, 11) and torch.equal(small.token_ids, batch.token_ids[[0, 2], :11])
+    assert torch.equal(small.rollout_rewards, batch.rollout_rewards)          # per-rollout fields stay whole
+
+
+def test_n16_align_puts_log_softmax_of_column_t_minus_1_at_column_t():
+    """Logits [2, 1, 0] at temperature 0.5 for token 0: log_softmax([4, 2, 0])[0] = -0.142932, not the raw -0.407606."""
+    logits = torch.tensor([[[0.0, 0.0, 0.0], [2.0, 1.0, 0.0]]]) / 0.5          # columns 0 and 1 predict tokens 1 and 2
+    logprobs, entropy = align(logits, torch.tensor([[1, 2, 0]]), first=1, entropy=True)
+    torch.testing.assert_close(logprobs, torch.tensor([[0.0, -math.log(3), -0.142932]]), atol=1e-6, rtol=0)
+    p = torch.softmax(torch.tensor([4.0, 2.0, 0.0]), -1)
+    torch.testing.assert_close(entropy, torch.tensor([[0.0, math.log(3), -(p * p.log()).sum()]]), atol=1e-6, rtol=0)
+
+
+def test_learning_rate_warms_up_and_decays_to_zero():
+    cfg = TrainerConfig(warmup_steps=4, decay="linear")
+    assert [learning_rate(cfg, 12, s) for s in (0, 1, 3, 4, 8, 12)] == [0.25, 0.5, 1.0, 1.0, 0.5, 0.0]
+    cosine = TrainerConfig(warmup_steps=0, decay="cosine")
+    assert [round(learning_rate(cosine, 8, s), 6) for s in (0, 4, 8)] == [1.0, 0.5, 0.0]
+    assert learning_rate(TrainerConfig(warmup_steps=2), 12, 11) == 1.0
+
+
+# ---------------------------------------------------------------------------------------------------- ranks
+def trainer_of(loop, cfg: TrainerConfig, loss: LossConfig = LossConfig(), model=TINY, dtype: str = "float32", ref: bool = False) -> Trainer:
+    trainer = Trainer(str(model), cfg, loss, dtype, steps=10, seed=0, options=dict(num_cpus=0, runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}}), ref=ref)
+    loop.run_until_complete(trainer.start())
+    return trainer
+
+
+def end(trainer: Trainer) -> None:
+    import ray
+
+    for rank in trainer.ranks:
+        ray.kill(rank)
+
+
+def one_update(loop, cfg: TrainerConfig) -> tuple[dict, dict, dict]:
+    """(parameters, first moments = 0.1 x clipped gradient, metrics) after one update of a fixed batch."""
+    trainer = trainer_of(loop, cfg)
+    batch = batch_of([5, 9, 3, 12, 7, 7, 2, 10])
+    batch.old_logprobs = loop.run_until_complete(trainer.logprobs(batch))
+    metrics = loop.run_until_complete(trainer.update(batch, "ppo"))
+    parameters, moments = loop.run_until_complete(trainer._all("parameters"))[0], loop.run_until_complete(trainer._all("moments"))[0]
+    end(trainer)
+    return parameters, moments, metrics
+
+
+def relative(a: dict, b: dict) -> float:
+    return max(((a[name].double() - b[name].double()).norm() / b[name].double().norm().clamp(min=1e-30)).item() for name in b)
+
+
+def test_one_rank_two_ranks_and_four_microbatches_give_one_gradient_and_one_update(cluster, loop):
+    """Per tensor, relative L2: gradient (AdamW's first moment after one step) and parameters to 1e-6."""
+    base = TrainerConfig(learning_rate=1e-4, warmup_steps=0)
+    whole, gradient, metrics = one_update(loop, base)
+    start = {name: p for name, p in whole.items()}
+    for cfg in (replace(base, trainers=2), replace(base, tokens_per_microbatch=40)):
+        parameters, moments, other = one_update(loop, cfg)
+        assert relative(moments, gradient) <= 1e-6 and relative(parameters, start) <= 1e-6
+        assert other["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-5) and other["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
+
+
+def test_parameters_are_sharded_float32_and_compute_runs_in_the_runs_dtype_at_one_rank():
+    """fully_shard at world size 1: DTensor masters in float32, bfloat16 logits, float32 gradients."""
+    from torch.distributed.tensor import DTensor
+
+    rank = Bare(0, 1, str(TINY), TrainerConfig(), LossConfig(), "bfloat16", 10, 0)
+    address, port = "127.0.0.1", 29613
+    rank.start(address, port, False)
+    try:
+        assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in rank.model.parameters())
+        logits = rank.model(input_ids=torch.tensor([[60, 61, 62]]), use_cache=False).logits
+        assert logits.dtype == torch.bfloat16
+        logits.float().logsumexp(-1).sum().backward()
+        assert all(p.grad.dtype == torch.float32 for p in rank.model.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_logprobs_equal_transformers_log_softmax(stack, loop):
+    from transformers import AutoModelForCausalLM
+
+    _, parts = stack
+    batch = batch_of([5, 9, 3, 12])
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    model.load_state_dict(loop.run_until_complete(parts.trainer._all("parameters"))[0], strict=False)
+    model.tie_weights()
+    logprobs = loop.run_until_complete(parts.trainer.logprobs(batch))
+    for row in range(4):
+        n = int(batch.lengths[row])
+        ids = batch.token_ids[row, :n].long()
+        expected = (model(ids[None]).logits[0, :-1] / 0.8).log_softmax(-1).gather(1, ids[1:, None])[5:, 0]
+        torch.testing.assert_close(logprobs[row, 6:n], expected.detach(), atol=1e-5, rtol=0)
+    assert not logprobs[~batch.response_mask].any()
+
+
+def test_epochs_times_minibatches_above_one_make_the_clip_act(cluster, loop):
+    """2 epochs x 2 minibatches at a large learning rate: from the second step on policy_ratio leaves 1 and tokens are clipped; one step a batch clips none."""
+    for cfg, clipped in ((TrainerConfig(epochs=2, minibatches=2, learning_rate=3e-3, warmup_steps=0), True), (TrainerConfig(learning_rate=3e-3, warmup_steps=0), False)):
+        trainer = trainer_of(loop, cfg)
+        batch = batch_of([5, 9, 3, 12, 7, 7, 2, 10], cfg.minibatches)
+        batch.old_logprobs = loop.run_until_complete(trainer.logprobs(batch))
+        metrics = loop.run_until_complete(trainer.update(batch, "ppo"))
+        end(trainer)
+        assert (metrics["clip_frac"] > 0.01, metrics["policy_kl"] > 1e-5) == (clipped, clipped)
+
+
+def test_the_kl_to_the_reference_starts_at_zero_and_grows(cluster, loop):
+    trainer = trainer_of(loop, TrainerConfig(learning_rate=3e-3, warmup_steps=0), LossConfig(kl_coef=0.1), ref=True)
+    batch = batch_of([5, 9, 3, 12])
+
+    async def step():
+        batch.old_logprobs, batch.ref_logprobs = await trainer.logprobs(batch), await trainer.logprobs(batch, ref=True)
+        return await trainer.update(batch, "ppo")
+
+    first, second = loop.run_until_complete(step()), loop.run_until_complete(step())
+    end(trainer)
+    assert first["ref_kl"] == pytest.approx(0, abs=1e-9) and second["ref_kl"] > 1e-4
+
+
+def test_a_checkpoint_resumes_exactly_and_an_unfinished_one_is_not_there(cluster, loop, tmp_path):
+    """Two updates, save, a third; a new trainer loads and does the third: the same parameters, learning rate and extra."""
+    cfg = TrainerConfig(learning_rate=1e-3, warmup_steps=8)
+    first = trainer_of(loop, cfg)
+    batches = [supervised_batch([(list(range(60, 66)), [70 + i, 71, 258])], AGGREGATIONS["token-mean"]) for i in range(3)]
+    for b in batches[:2]:
+        loop.run_until_complete(first.update(b, "sft"))
+    loop.run_until_complete(first.save(tmp_path / "000002", {"version": 2, "pool": {"next": 7}}))
+    expected = loop.run_until_complete(first.update(batches[2], "sft"))
+    wanted = loop.run_until_complete(first._all("parameters"))[0]
+    end(first)
+    assert [p.name for p in tmp_path.iterdir()] == ["000002"]
+    second = trainer_of(loop, cfg)
+    assert loop.run_until_complete(second.load(tmp_path / "000002")) == {"version": 2, "pool": {"next": 7}}
+    metrics = loop.run_until_complete(second.update(batches[2], "sft"))
+    got = loop.run_until_complete(second._all("parameters"))[0]
+    end(second)
+    assert metrics["learning_rate"] == expected["learning_rate"] == pytest.approx(3 / 8 * 1e-3)
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def test_an_export_is_loaded_by_transformers_with_the_trainers_weights(stack, loop, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _, parts = stack
+    loop.run_until_complete(parts.trainer.export(tmp_path / "hf"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    wanted = loop.run_until_complete(parts.trainer._all("parameters"))[0]
+    got = dict(model.named_parameters())
+    assert set(got) == set(wanted) and all(torch.equal(got[n].detach(), wanted[n]) for n in wanted)
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template
+
+
+@pytest.mark.parametrize("flags, words", [(dict(trainers=0), "--trainers 0"), (dict(minibatches=0), "--minibatches 0"), (dict(tokens_per_microbatch=0), "--tokens-per-microbatch 0")])
+def test_flags_that_cannot_work_are_refused_by_name(flags, words):
+    with pytest.raises(ValueError, match=words):
+        TrainerConfig(**flags)

@@ -1,0 +1,193 @@
+"""The three invariants on the real stack: what the engine samples with is what the trainer holds, by version and number."""
+
+import asyncio
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from agent import Trajectory
+from estimators import collate
+from generator import AgentWorker, GeneratorConfig, Sampling
+from losses import AGGREGATIONS
+from recipes.arithmetic import prompts
+from train import Config, resolve, start
+from trainer import TrainerConfig
+from weight_sync import PolicySource, Receiver, publish
+
+from conftest import ROOT
+
+
+async def rollouts(cfg, parts, count: int, name: str, engine: int = 0) -> list:
+    """`count` sampled single-turn rollouts on one engine."""
+    groups = await parts.workers[0].run_groups.remote(list(enumerate(prompts("train")[:count])), engine, 1, cfg.generator.temperature, name)
+    return [r for g in groups for r in g.rollouts]
+
+
+async def gap(cfg, parts, sampled: list) -> float:
+    """max |trainer logprob - engine logprob| over the sampled tokens, in nats."""
+    batch = collate(sampled, AGGREGATIONS["token-mean"], cfg.generator.temperature)
+    difference = await parts.trainer.logprobs(batch) - batch.behaviour_logprobs
+    return difference[batch.response_mask].abs().max().item()
+
+
+async def update(cfg, parts, sampled: list) -> None:
+    """A real update that changes the weights: alternate advantages, two epochs of the run's loss."""
+    batch = collate(sampled, AGGREGATIONS["token-mean"], cfg.generator.temperature)
+    batch.old_logprobs = await parts.trainer.logprobs(batch)
+    batch.advantages = batch.spread(torch.tensor([1.0, -1.0]).repeat(len(sampled))[: len(sampled)])
+    await parts.trainer.update(batch, "ppo")
+
+
+def test_forward_consistency_over_publishes_and_after_a_real_update(stack, loop):
+    """Float32: at most 1e-4 nats over 20 rollouts, the same after 5 publishes of unchanged weights; after an update and a
+    publish the engine agrees with the new weights to 1e-4, differs from the old ones, and its tokens carry the new version."""
+    cfg, parts = stack
+
+    async def scenario():
+        version = 10
+        await publish(parts.trainer, parts.engines, version)
+        before = await rollouts(cfg, parts, 20, "before")
+        assert await gap(cfg, parts, before) <= 1e-4
+        for _ in range(5):
+            version += 1
+            await publish(parts.trainer, parts.engines, version)
+        again = await rollouts(cfg, parts, 20, "again")
+        assert await gap(cfg, parts, again) <= 1e-4
+        assert {v for r in again for v in r[0].policy_versions[r[0].response_mask]} == {version}
+        await update(cfg, parts, again)
+        assert await gap(cfg, parts, again) > 1e-2                             # the trainer moved, the engine's tokens are the old weights'
+        await publish(parts.trainer, parts.engines, version + 1)
+        after = await rollouts(cfg, parts, 20, "after")
+        assert await gap(cfg, parts, after) <= 1e-4
+        assert {v for r in after for v in r[0].policy_versions[r[0].response_mask]} == {version + 1}
+
+    loop.run_until_complete(scenario())
+
+
+def test_b17_a_cached_prefix_of_the_old_weights_is_not_used_after_a_publish(stack, loop):
+    """A prompt of 100 tokens (3 cache blocks of 32) at version 20, an update, the same prompt again: the new weights' logprobs."""
+    cfg, parts = stack
+    prompt = np.array([60 + i % 30 for i in range(100)], np.int32)
+
+    async def sample(name):
+        completion = (await parts.engines[0].generate.remote([(name, prompt, 8, [])], [Sampling(cfg.generator.temperature)]))[0]
+        trajectory = Trajectory(0, 0, reward=0.0)
+        trajectory.extend(prompt)
+        trajectory.extend(completion.token_ids, completion.logprobs, completion.policy_versions)
+        return [[trajectory]]
+
+    async def scenario():
+        await publish(parts.trainer, parts.engines, 20)
+        first = await sample("first")
+        assert await gap(cfg, parts, first) <= 1e-4 and await gap(cfg, parts, await sample("cached")) <= 1e-4
+        await update(cfg, parts, await rollouts(cfg, parts, 8, "u"))
+        await publish(parts.trainer, parts.engines, 21)
+        assert await gap(cfg, parts, await sample("second")) <= 1e-4
+
+    loop.run_until_complete(scenario())
+
+
+class Short(PolicySource):
+    """A source that forgets one tensor, as a renamed or skipped parameter would be."""
+
+    forgotten = "model.layers.1.self_attn.k_proj.weight"
+
+    def named(self):
+        return ((name, p) for name, p in super().named() if name != self.forgotten)
+
+
+class Model(torch.nn.Module):
+    """A stand-in for vLLM's model: two fused parameters of 12 elements, loaded in parts of 4."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.mlp = torch.nn.Parameter(torch.zeros(12)), torch.nn.Parameter(torch.zeros(12))
+
+    def load_weights(self, weights):
+        return {"qkv" if name.startswith("q") else "mlp" for name, _ in weights}
+
+
+def test_b18_coverage_names_a_parameter_that_no_part_or_only_some_parts_reached():
+    worker = Receiver()
+    worker.model_runner = type("Runner", (), {"model": Model()})()
+    worker.watch_weights()
+    for name in ("qa", "qb", "qc", "ma", "mb"):
+        worker.model_runner.model.load_weights([(name, torch.zeros(4))])
+    assert worker.missing_weights() == ["mlp"]               # 8 of its 12 elements
+    for name in ("qa", "qb", "qc", "ma", "mb", "mc"):
+        worker.model_runner.model.load_weights([(name, torch.zeros(4))])
+    assert worker.missing_weights() == []
+    assert worker.missing_weights() == ["qkv", "mlp"]        # a publish that loaded nothing is an error too
+
+
+def test_b18_the_source_sends_small_tensors_exact_and_a_tied_head_when_the_engine_has_its_own():
+    """1.001 and 1.002 are one number in bfloat16: a router of 2 elements must travel in float32."""
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Embedding(2048, 1024)
+            self.head = torch.nn.Linear(1024, 2048, bias=False)
+            self.head.weight = self.embed.weight
+            self.router = torch.nn.Parameter(torch.tensor([1.001, 1.002]))
+
+        def get_input_embeddings(self):
+            return self.embed
+
+    sent = dict(PolicySource(Tied(), torch.bfloat16, tied_head=True))
+    assert {name: t.dtype for name, t in sent.items()} == {"router": torch.float32, "embed.weight": torch.bfloat16, "lm_head.weight": torch.bfloat16}
+    assert sent["router"].tolist() == pytest.approx([1.001, 1.002], abs=1e-7)
+    assert torch.equal(sent["lm_head.weight"], sent["embed.weight"])
+    assert "lm_head.weight" not in dict(PolicySource(Tied(), torch.bfloat16, tied_head=False))
+    assert [(m.name, m.dtype, m.shape) for m in PolicySource(Tied(), torch.bfloat16, True).metadata()] == [(n, t.dtype, tuple(t.shape)) for n, t in PolicySource(Tied(), torch.bfloat16, True)]
+
+
+def test_a_publish_that_leaves_a_parameter_behind_fails_the_run_and_names_it(loop):
+    """publish with an engine that reports a missing parameter: RuntimeError with its name, and no resume."""
+    from types import SimpleNamespace
+
+    calls = []
+
+    def actor(**replies):
+        async def call(name, *args):
+            calls.append(name)
+            return replies.get(name)
+        return SimpleNamespace(**{name: SimpleNamespace(remote=lambda *a, name=name: call(name, *a)) for name in ("pause", "missing_weights", "resume")})
+
+    async def send():
+        calls.append("send")
+
+    trainer = SimpleNamespace(send_weights=send)
+    with pytest.raises(RuntimeError, match="version 3 did not reach 1 engine parameters: model.layers.1.qkv"):
+        loop.run_until_complete(publish(trainer, [actor(missing_weights=["model.layers.1.qkv"])], 3))
+    assert calls == ["pause", "send", "missing_weights"]
+    calls.clear()
+    loop.run_until_complete(publish(trainer, [actor(missing_weights=[])], 3))
+    assert calls == ["pause", "send", "missing_weights", "resume"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("trainers, engines", [(2, 2), (4, 1)])
+def test_b19_several_trainer_ranks_and_engines_share_one_transfer_group(cluster, hostile_model, loop, trainers, engines):
+    """Every engine has a rank of its own and every gather is joined by all trainer ranks: 3 updates and publishes, all
+    engines agree with the sharded trainer to 1e-4."""
+    import ray
+
+    cfg = Config(model=hostile_model, device="cpu", dtype="float32", generator=GeneratorConfig(agent=str(ROOT / "recipes/arithmetic.py"), engines=engines, temperature=0.7),
+                 trainer=TrainerConfig(trainers=trainers, learning_rate=1e-3, warmup_steps=0))
+
+    async def scenario():
+        parts = await start(cfg, resolve(cfg))
+        for version in range(4):
+            await asyncio.wait_for(publish(parts.trainer, parts.engines, version), 60)
+            for engine in range(engines):
+                sampled = await rollouts(cfg, parts, 8, f"v{version}", engine)
+                assert await gap(cfg, parts, sampled) <= 1e-4
+                assert {v for r in sampled for v in r[0].policy_versions[r[0].response_mask]} == {version}
+            await update(cfg, parts, sampled)
+        await asyncio.gather(*[e.stop.remote() for e in parts.engines])
+        for actor in parts.engines + parts.workers + parts.trainer.ranks:
+            ray.kill(actor)
+
+    loop.run_until_complete(scenario())
