@@ -371,6 +371,7 @@ class Pool:
 
     async def take(self, count: int) -> list[Group]:
         """The next `count` groups in order of start. Raises RuntimeError when nothing usable comes any more."""
+        assert count + self.taken <= self.slots, f"{count} groups wanted and {self.taken} not released, of {self.slots} slots: this would wait for ever"
         groups, lost = [], 0
         self.fill()
         while len(groups) < count:

@@ -17,7 +17,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -71,13 +71,16 @@ class Config:
     def __post_init__(self):
         estimator, gen, train = ESTIMATORS[self.estimator], self.generator, self.trainer
         if estimator.groups and gen.group_size == 1:
-            raise ValueError(f"--estimator {self.estimator} compares the rollouts of one prompt, so --group-size 1 leaves it nothing. Use at least 2, or --estimator reinforce.")
+            raise ValueError(f"--estimator {self.estimator} compares the rollouts of one prompt, so --group-size 1 leaves it nothing. "
+                             "Use at least 2, or --estimator reinforce.")
         if self.estimation.kl_reward_coef and not estimator.kl_reward:
-            raise ValueError(f"--kl-reward-coef is not read by --estimator {self.estimator}. Use --kl-coef (KL in the loss), or --estimator reinforce.")
+            raise ValueError(f"--kl-reward-coef is not read by --estimator {self.estimator}. "
+                             "Use --kl-coef (KL in the loss), or --estimator reinforce.")
         if self.losses.loss == "reinforce" and train.optimizer_steps > 1:
-            raise ValueError(f"--loss reinforce has no ratio to clip, so it takes one optimizer step a batch; --epochs {train.epochs} times --minibatches {train.minibatches} is {train.optimizer_steps}. Use --loss ppo.")
+            raise ValueError(f"--loss reinforce has no ratio to clip, so it takes one optimizer step a batch; --epochs {train.epochs} times "
+                             f"--minibatches {train.minibatches} is {train.optimizer_steps}. Use --loss ppo.")
         if self.losses.loss == "sft":
-            raise ValueError("--loss sft is supervised fine-tuning; it has no rollouts. See recipes/make_tiny.py for how it runs through the same update.")
+            raise ValueError("--loss sft is supervised fine-tuning; it has no rollouts. recipes/make_tiny.py shows how it runs through the same update.")
         if train.minibatches > gen.prompts_per_step:
             raise ValueError(f"--minibatches {train.minibatches} is more than --prompts-per-step {gen.prompts_per_step}; groups are not split.")
         if self.steps < 1:
@@ -103,11 +106,11 @@ class Plan:
 
     def rows(self, cfg: Config) -> list[tuple[str, str]]:
         gen, train, gb = cfg.generator, cfg.trainer, 2**30
-        size = 2 if self.dtype == "bfloat16" else 4
+        weights = self.parameters * (2 if self.dtype == "bfloat16" else 4) / gb / gen.engine_tp_size
         return [
             ("model", f"{cfg.model}, {self.parameters / 1e6:.2f} M parameters"),
             ("device", f"{self.device}, {self.gpus} GPUs, {self.cores} cores; forward in {self.dtype}, master weights in float32"),
-            ("engines", f"{gen.engines} vLLM x {gen.engine_tp_size} {'GPU' if self.gpus else 'process'}, weights {self.parameters * size / gb / gen.engine_tp_size:.3f} GB each"),
+            ("engines", f"{gen.engines} vLLM x {gen.engine_tp_size} {'GPU' if self.gpus else 'process'}, weights {weights:.3f} GB each"),
             ("trainers", f"{train.trainers} FSDP2 ranks, {self.parameters * 16 / gb / train.trainers:.3f} GB each (master, gradient, two moments)"),
             ("agents", f"{gen.agent_workers} workers of {gen.agent}"),
             ("transfer", f"{self.transfer}, group of {1 + gen.engines * gen.engine_tp_size}"),
@@ -120,15 +123,19 @@ def resolve(cfg: Config) -> Plan:
     """Check the flags against the machine and the model; raises ValueError before anything is started."""
     gpus = torch.cuda.device_count()
     if cfg.device == "cuda" and not gpus:
-        raise ValueError("--device cuda: this machine has no usable NVIDIA GPU (torch.cuda.device_count() is 0). Use --device cpu, or check the driver and the installed torch.")
+        raise ValueError("--device cuda: this machine has no usable NVIDIA GPU (torch.cuda.device_count() is 0). "
+                         "Use --device cpu, or check the driver and the installed torch.")
     device = ("cuda" if gpus else "cpu") if cfg.device == "auto" else cfg.device
-    need = cfg.trainer.trainers + cfg.generator.engines * cfg.generator.engine_tp_size
+    gen = cfg.generator
+    need = cfg.trainer.trainers + gen.engines * gen.engine_tp_size
     if device == "cuda" and cfg.ray_address is None and need > gpus:
-        raise ValueError(f"{cfg.trainer.trainers} trainers and {cfg.generator.engines} engines of {cfg.generator.engine_tp_size} GPUs need {need} GPUs; this machine has {gpus}. Lower --trainers, --engines or --engine-tp-size, or use --device cpu.")
-    if device == "cpu" and cfg.generator.engine_tp_size > 1:
-        raise ValueError(f"--engine-tp-size {cfg.generator.engine_tp_size}: on a CPU an engine is one process. Use --engines for more of them.")
-    if os.sep in cfg.model and not Path(cfg.model, "config.json").is_file():
-        raise ValueError(f"--model {cfg.model}: no config.json there. Give a directory in Hugging Face layout (recipes/make_tiny.py makes the default one) or a hub id.")
+        raise ValueError(f"{cfg.trainer.trainers} trainers and {gen.engines} engines of {gen.engine_tp_size} GPUs need {need} GPUs; this machine "
+                         f"has {gpus}. Lower --trainers, --engines or --engine-tp-size, or use --device cpu.")
+    if device == "cpu" and gen.engine_tp_size > 1:
+        raise ValueError(f"--engine-tp-size {gen.engine_tp_size}: on a CPU an engine is one process. Use --engines for more of them.")
+    if (Path(cfg.model).exists() or cfg.model.count(os.sep) != 1) and not Path(cfg.model, "config.json").is_file():
+        raise ValueError(f"--model {cfg.model}: no config.json there. Give a directory in Hugging Face layout (recipes/make_tiny.py makes the "
+                         "default one) or a hub id.")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -136,8 +143,8 @@ def resolve(cfg: Config) -> Plan:
     except OSError as error:
         raise ValueError(f"--model {cfg.model} could not be loaded: {str(error).splitlines()[0]}") from None
     limit = config.max_position_embeddings
-    if cfg.generator.context_length > limit:
-        raise ValueError(f"--context-length {cfg.generator.context_length} is more than the {limit} positions of {cfg.model}; lower it.")
+    if gen.context_length > limit:
+        raise ValueError(f"--context-length {gen.context_length} is more than the {limit} positions of {cfg.model}; lower it.")
     with torch.device("meta"):
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     dtype = ("bfloat16" if device == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
@@ -169,8 +176,11 @@ def quiet() -> None:
 def start_ray(address: str | None) -> None:
     """A private Ray, quiet, whose workers find our flat modules; or the cluster at `address`."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore",
-                   "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_WAIT_POLICY": "PASSIVE"}   # idle threads sleep: engine and trainer share the cores
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",           # on a CPU the engine core then runs its worker itself: one process less
+        "OMP_WAIT_POLICY": "PASSIVE"}                    # idle threads sleep: engine and trainer share the cores
     os.environ["RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"] = "true"   # an engine's processes die with its actor
     ray.init(address=address, include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env={"env_vars": environment},
              **({} if address else {"object_store_memory": 512 * 2**20}))
@@ -197,12 +207,13 @@ async def loop(cfg: Config, parts: Parts, pool: Pool, log: "Log", first: int) ->
     """One training step, a phase a line. version = batches trained = publishes = what vLLM samples with."""
     from weight_sync import publish
 
-    trainer, clock = parts.trainer, log.clock
+    trainer, clock, aggregation = parts.trainer, log.clock, AGGREGATIONS[cfg.losses.aggregation]
     for version in range(first, cfg.steps):
         with clock("generation"):
             groups = await pool.take(cfg.generator.prompts_per_step)              # in order of start
         with clock("train"):
-            batch = collate([r for g in groups for r in g.rollouts], AGGREGATIONS[cfg.losses.aggregation], cfg.generator.temperature, cfg.trainer.minibatches, cfg.losses.mask_truncated)
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            batch = collate(rollouts, aggregation, cfg.generator.temperature, cfg.trainer.minibatches, cfg.losses.mask_truncated)
             batch.old_logprobs = await trainer.logprobs(batch)                    # [B, T]  pi_old, the trainer's view of mu's tokens
             if cfg.reference:
                 batch.ref_logprobs = await trainer.logprobs(batch, ref=True)      # [B, T]
@@ -211,11 +222,17 @@ async def loop(cfg: Config, parts: Parts, pool: Pool, log: "Log", first: int) ->
         with clock("publish"):
             await publish(trainer, parts.engines, version + 1)                    # from here on vLLM samples the new weights
         pool.release(len(groups))                                                 # so many new prompts may start
-        log.step(version, batch, groups, pool, metrics)
-        if cfg.eval_every and (version + 1) % cfg.eval_every == 0 or version + 1 == cfg.steps:
-            log.eval(version + 1, await evaluate(cfg, parts, version + 1))
-        if cfg.checkpoint_every and (version + 1) % cfg.checkpoint_every == 0 or version + 1 == cfg.steps:
+        row = log.row(version, batch, groups, pool, metrics)
+        if due(cfg.eval_every, version + 1, cfg.steps):
+            row |= await evaluate(cfg, parts, version + 1)
+        log.write(row)
+        if due(cfg.checkpoint_every, version + 1, cfg.steps):
             await log.checkpoint(version + 1, trainer, pool)
+
+
+def due(every: int, version: int, last: int) -> bool:
+    """Every so many versions (0: never), and at the last one."""
+    return version == last or bool(every) and version % every == 0
 
 
 async def evaluate(cfg: Config, parts: Parts, version: int) -> dict[str, float]:
@@ -270,10 +287,13 @@ class Clock:
 class Log:
     """runs/<name>/: config.json, metrics.jsonl, reward.png, tensorboard/, rollouts/, checkpoints/<version>/, hf/; and the terminal."""
 
-    COLUMNS = {"step": "{:.0f}", "reward": "{:.3f}", "staleness_mean": "{:.2f}", "mismatch_kl": "{:.1e}", "logprob_gap_max": "{:.1e}", "grad_norm": "{:.3f}", "tokens_per_second": "{:.0f}",
-               "generation_seconds": "{:.2f}", "train_seconds": "{:.2f}", "publish_seconds": "{:.2f}", "step_seconds": "{:.2f}"}
+    COLUMNS = {                        # metric -> (heading, format) of the terminal's table
+        "step": ("step", "{:.0f}"), "reward": ("reward", "{:.3f}"), "staleness_max": ("stale", "{:.0f}"), "mismatch_kl": ("mismatch kl", "{:.1e}"),
+        "logprob_gap_max": ("max gap", "{:.1e}"), "grad_norm": ("grad norm", "{:.2f}"), "tokens_per_second": ("tokens/s", "{:.0f}"),
+        "generation_seconds": ("generate s", "{:.2f}"), "train_seconds": ("train s", "{:.2f}"), "publish_seconds": ("publish s", "{:.2f}"),
+        "step_seconds": ("step s", "{:.2f}")}
 
-    def __init__(self, cfg: Config, plan: Plan, directory: Path, first: int):
+    def __init__(self, cfg: Config, directory: Path, first: int):
         from torch.utils.tensorboard import SummaryWriter
 
         self.cfg, self.directory, self.clock = cfg, directory, Clock()
@@ -294,42 +314,47 @@ class Log:
 
     def table(self) -> Table:
         table = Table(title=f"{self.directory}  step {self.rows[-1]['step'] if self.rows else 0} of {self.cfg.steps}", title_justify="left")
-        for name in self.COLUMNS:
-            table.add_column(name.replace("_", " ").replace(" seconds", " s"), justify="right")
+        for heading, _ in self.COLUMNS.values():
+            table.add_column(heading, justify="right")
         for row in [r for r in self.rows if "reward" in r][-12:]:
-            table.add_row(*[form.format(row[name]) for name, form in self.COLUMNS.items()])
+            table.add_row(*[form.format(row[name]) for name, (_, form) in self.COLUMNS.items()])
         return table
 
-    def say(self, text: str) -> None:
-        (self.live.console if self.live else console).print(text)
-
     def write(self, row: dict) -> None:
-        """One row of metrics.jsonl, TensorBoard and wandb."""
-        if self.rows and self.rows[-1]["step"] == row["step"]:
-            self.rows[-1] |= row
-        else:
-            self.rows.append(row)
+        """One row to metrics.jsonl, TensorBoard, wandb and the terminal."""
+        self.rows.append(row)
         with (self.directory / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         for name, value in row.items():
-            if isinstance(value, (int, float)):
-                self.tensorboard.add_scalar(name, value, row["step"])
+            self.tensorboard.add_scalar(name, value, row["step"])
         if self.wandb:
             self.wandb.log(row, step=row["step"])
+        if self.live:
+            self.live.update(self.table())
+        elif "reward" in row and (row["step"] % 10 == 0 or row["step"] == 1):
+            console.print("  ".join(f"{heading} {form.format(row[name])}" for name, (heading, form) in self.COLUMNS.items()), soft_wrap=True)
+        if "eval/greedy" in row:
+            shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in row.items() if name.startswith("eval/") and isinstance(value, float))
+            to = self.live.console if self.live else console
+            to.print(f"[bold]eval of version {row['eval/version']}[/], {row['eval/prompts']} held-out prompts: {shown}", soft_wrap=True)
+            self.plot()
+        self.clock.take()                                                          # an eval is not part of the next step's time
 
-    def step(self, version: int, batch: Batch, groups: list[Group], pool: Pool, metrics: dict) -> None:
-        """The row of one step; `version` is that of the weights before it, the row carries the one after it."""
+    def row(self, version: int, batch: Batch, groups: list[Group], pool: Pool, metrics: dict) -> dict:
+        """The metrics of one step; `version` is that of the weights before it, the row carries the one after it."""
         response = batch.response_mask
         staleness = version - batch.policy_versions[response]                       # [N] in publishes
         gap = (batch.old_logprobs - batch.behaviour_logprobs)[response].abs()       # [N] nats
         seconds = {"generation_seconds": 0.0, "train_seconds": 0.0, "publish_seconds": 0.0} | self.clock.take()
         infos = [segments[-1].info for g in groups for segments in g.rollouts]
+        rewards, tokens = batch.rollout_rewards, int(response.sum())
         row = {
-            "step": version + 1, "version": version + 1, "reward": batch.rollout_rewards.mean().item(), "reward_std": batch.rollout_rewards.std().item(),
-            "staleness_mean": staleness.float().mean().item(), "staleness_max": staleness.max().item(), "logprob_gap_max": gap.max().item(), "logprob_gap_mean": gap.mean().item(),
-            "rollouts": len(batch.rollout_rewards), "response_tokens": int(response.sum()), "response_length": response.sum().item() / len(batch.rollout_rewards),
-            "truncated_frac": batch.truncated.float().mean().item(), "epoch": pool.stream.epoch(groups[-1].index),
-            "tokens_per_second": int(response.sum()) / seconds["step_seconds"], "head_of_line_seconds": pool.head_seconds, "dropped_groups": pool.dropped_groups,
+            "step": version + 1, "version": version + 1, "epoch": pool.stream.epoch(groups[-1].index),
+            "reward": rewards.mean().item(), "reward_std": rewards.std().item(), "truncated_frac": batch.truncated.float().mean().item(),
+            "staleness_mean": staleness.float().mean().item(), "staleness_max": staleness.max().item(),
+            "logprob_gap_max": gap.max().item(), "logprob_gap_mean": gap.mean().item(),
+            "rollouts": len(rewards), "response_tokens": tokens, "response_length": tokens / len(rewards), "tokens_per_second": tokens / seconds["step_seconds"],
+            "head_of_line_seconds": pool.head_seconds, "dropped_groups": pool.dropped_groups,
         } | {f"dropped/{reason}": n for reason, n in pool.dropped.items()} | metrics | seconds
         for name in {k for info in infos for k, v in info.items() if isinstance(v, (int, float))}:
             values = [info[name] for info in infos if name in info]
@@ -337,18 +362,7 @@ class Log:
         pool.head_seconds = 0.0
         if self.cfg.save_rollouts:
             save_rollouts(self.directory / "rollouts" / f"{version + 1:06d}.npz", groups)
-        self.write(row)
-        if self.live:
-            self.live.update(self.table())
-        elif (version + 1) % 10 == 0 or version == 0:
-            console.print(f"step {version + 1:4d} of {self.cfg.steps}  " + "  ".join(f"{name.replace('_seconds', ' s').replace('_', ' ')} {form.format(row[name])}" for name, form in self.COLUMNS.items() if name != "step"))
-
-    def eval(self, version: int, result: dict) -> None:
-        self.write({"step": version, "version": version} | result)
-        shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in result.items() if name not in ("eval/version", "eval/prompts"))
-        self.say(f"[bold]eval of version {version}[/] on {result['eval/prompts']} held-out prompts: {shown}")
-        self.plot()
-        self.clock.take()                                                          # an eval is not part of the next step's time
+        return row
 
     async def checkpoint(self, version: int, trainer: Trainer, pool: Pool) -> None:
         """checkpoints/<version>: trainer state and the pool's place; it counts as finished only under its final name."""
@@ -369,7 +383,8 @@ class Log:
         steps = [r["step"] for r in self.rows if "reward" in r]
         rewards = [r["reward"] for r in self.rows if "reward" in r]
         axes.plot(steps, rewards, color="tab:blue", alpha=0.25, label="reward of the batch")
-        axes.plot(steps, [sum(rewards[max(0, i - 9): i + 1]) / len(rewards[max(0, i - 9): i + 1]) for i in range(len(rewards))], color="tab:blue", label="mean of 10 batches")
+        recent = [rewards[max(0, i - 9): i + 1] for i in range(len(rewards))]
+        axes.plot(steps, [sum(r) / len(r) for r in recent], color="tab:blue", label="mean of 10 batches")
         evals = [(r["step"], r["eval/greedy"]) for r in self.rows if "eval/greedy" in r]
         axes.plot(*zip(*evals), "o-", color="tab:orange", label="greedy pass rate, held out") if evals else None
         axes.set(xlabel="step (batches trained)", ylabel="reward", title=f"{self.cfg.estimator}, {Path(self.cfg.model).name}, seed {self.cfg.seed}")
@@ -392,9 +407,10 @@ def save_rollouts(path: Path, groups: list[Group]) -> None:
     import numpy as np
 
     rows = [s for g in groups for segments in g.rollouts for s in segments]
+    tokens = {name: np.concatenate([getattr(s, name) for s in rows]) for name in ("token_ids", "response_mask", "behaviour_logprobs", "policy_versions")}
     np.savez_compressed(
-        path, offsets=np.cumsum([0] + [len(s) for s in rows]), **{name: np.concatenate([getattr(s, name) for s in rows]) for name in ("token_ids", "response_mask", "behaviour_logprobs", "policy_versions")},
-        rollout=[s.rollout for s in rows], group=[s.group for s in rows], reward=[s.reward for s in rows], truncated=[s.truncated for s in rows], info=[json.dumps(s.info, default=str) for s in rows])
+        path, **tokens, offsets=np.cumsum([0] + [len(s) for s in rows]), rollout=[s.rollout for s in rows], group=[s.group for s in rows],
+        reward=[s.reward for s in rows], truncated=[s.truncated for s in rows], info=[json.dumps(s.info, default=str) for s in rows])
 
 
 def finished_checkpoints(directory: Path) -> list[Path]:
@@ -422,10 +438,10 @@ async def run(cfg: Config, plan: Plan, directory: Path) -> None:
             ray.shutdown()
             raise
     try:
-        log = Log(cfg, plan, directory, first)
-        log.say(f"{directory}: ready after {time.monotonic() - began:.0f} s, starting from version {first}")
+        console.print(f"{directory}: ready after {time.monotonic() - began:.0f} s, starting from version {first}")
+        log = Log(cfg, directory, first)
         if first == 0:
-            log.eval(0, await evaluate(cfg, parts, 0))
+            log.write({"step": 0, "version": 0} | await evaluate(cfg, parts, 0))
 
         async def run_group(n: int, prompt: dict) -> Group:
             return (await parts.workers[n % len(parts.workers)].run_groups.remote([(n, prompt)], n % len(parts.engines), gen.group_size, gen.temperature))[0]
@@ -437,19 +453,20 @@ async def run(cfg: Config, plan: Plan, directory: Path) -> None:
         log.clock.take()
         await loop(cfg, parts, pool, log, first)
         await parts.trainer.export(directory / "hf")
-        log.say(f"done: {directory}/reward.png, metrics.jsonl, checkpoints/, hf/ (transformers and vLLM load it)")
+        finished = f"done: {directory}/ has reward.png, metrics.jsonl, tensorboard/, rollouts/, checkpoints/ and hf/ (for transformers and vLLM)"
     finally:
         if log:
             log.plot()
             log.close()
         await asyncio.wait([asyncio.ensure_future(e.stop.remote()) for e in parts.engines], timeout=10)
         ray.shutdown()
+    console.print(finished)
 
 
 def from_dict(cls, values: dict):
     """config.json back into its dataclass."""
-    known = {f.name: f.type for f in fields(cls)}
-    return cls(**{name: from_dict(known[name].__origin__, v) if isinstance(v, dict) and is_dataclass(known[name].__origin__) else v for name, v in values.items() if name in known})
+    rooms = {f.name: f.type.__origin__ for f in fields(cls) if isinstance(values.get(f.name), dict)}
+    return cls(**{f.name: from_dict(rooms[f.name], values[f.name]) if f.name in rooms else values[f.name] for f in fields(cls) if f.name in values})
 
 
 def parse(args: list[str] | None = None) -> tuple[Config, Path]:
@@ -460,9 +477,10 @@ def parse(args: list[str] | None = None) -> tuple[Config, Path]:
         return cfg, runs / (cfg.name or f"{cfg.estimator}-{time.strftime('%Y%m%d-%H%M%S')}")
     candidates = [runs / cfg.name] if cfg.name else sorted((p for p in runs.glob("*") if (p / "config.json").is_file()), key=lambda p: p.stat().st_mtime)
     if not candidates or not (candidates[-1] / "config.json").is_file():
-        raise ValueError(f"--resume: no run to go on with {'at ' + str(candidates[-1]) if candidates else 'under runs/'}. Name it with --name, or start one without --resume.")
+        raise ValueError(f"--resume: no run to go on with {'at ' + str(candidates[-1]) if candidates else 'under runs/'}. "
+                         "Name it with --name, or start one without --resume.")
     if not finished_checkpoints(candidates[-1]):
-        raise ValueError(f"--resume: {candidates[-1]} has no finished checkpoint. Start anew without --resume, and a smaller --checkpoint-every.")
+        raise ValueError(f"--resume: {candidates[-1]} has no finished checkpoint. Start anew without --resume, and with a smaller --checkpoint-every.")
     saved = from_dict(Config, json.loads((candidates[-1] / "config.json").read_text()))
     return tyro.cli(Config, args=args, default=saved), candidates[-1]
 

@@ -40,7 +40,7 @@ class Config:
 
     model: str | None = None           # hub id or directory of the model; None takes it out of the PyPI package
     warm_steps: int = 10               # supervised steps of 32 gold answers before reinforcement
-    warm_rate: float = 3e-5            # their learning rate
+    warm_rate: float = 2e-5            # their learning rate
     prepare_only: bool = False         # stop before train.py
     train: tyro.conf.Positional[tuple[str, ...]] = ()   # further flags for train.py, after --
 

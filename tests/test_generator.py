@@ -15,6 +15,8 @@ from agent import Trajectory
 from generator import Batcher, GeneratorConfig, Group, Pool, PromptStream, Sampling, read_completion, read_prompts, rollout_seed
 from losses import AGGREGATIONS
 
+from conftest import TINY
+
 
 # ---------------------------------------------------------------------------------------------------- helpers
 def usable(n: int, count: int) -> Group:
@@ -42,10 +44,10 @@ class Script:
         return group
 
     async def finish(self, *numbers: int) -> None:
-        await asyncio.sleep(0)
         for n in numbers:
             self.gates[n].set()
-        await asyncio.sleep(0)
+        for _ in range(8):                                 # let every task that can go on do so
+            await asyncio.sleep(0)
 
 
 def pool_of(script, slots: int, **options) -> Pool:
@@ -115,7 +117,7 @@ def test_losses_in_between_do_not_add_up_to_giving_up():
     async def every_other(n, prompt):
         return usable(n, 2 if n % 2 else 0)
 
-    assert [g.index for g in asyncio.run(pool_of(every_other, slots=2, give_up_after=2).take(4))] == [1, 3, 5, 7]
+    assert [g.index for g in asyncio.run(pool_of(every_other, slots=8, give_up_after=2).take(4))] == [1, 3, 5, 7]
 
 
 @settings(max_examples=50, deadline=None)
@@ -290,7 +292,15 @@ def test_seeds_depend_on_run_rollout_and_turn():
 
 
 # ---------------------------------------------------------------------------------------------------- the real engine
-PROMPT = list(range(60, 90))
+def sums(count: int) -> list[list[int]]:
+    """Ids of the first prompts of the default task."""
+    from transformers import AutoTokenizer
+
+    from agent import render_prompt
+    from recipes.arithmetic import prompts
+
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    return [render_prompt(tokenizer, p["messages"]) for p in prompts("train")[4000: 4000 + count]]
 
 
 def ask(loop, engine, requests, temperature=0.7, seed=None) -> list:
@@ -320,27 +330,30 @@ def test_b13_and_n16_the_models_files_change_no_sampling_field_and_both_sides_di
     answers differ from each other, which top_k 1 would not allow.
     """
     cfg, parts = stack
-    answers = ask(loop, parts.engines[0], [(PROMPT, 12, [])] * 16)
-    gaps = [np.abs(trainer_logprobs(loop, cfg, parts, PROMPT, a).numpy() - a.logprobs).max() for a in answers]
+    prompt = sums(1)[0]
+    answers = ask(loop, parts.engines[0], [(prompt, 12, [])] * 16)
+    gaps = [np.abs(trainer_logprobs(loop, cfg, parts, prompt, a).numpy() - a.logprobs).max() for a in answers]
     assert max(gaps) <= 1e-4
     assert len({tuple(a.token_ids) for a in answers}) > 1 and max(len(a.token_ids) for a in answers) > 1
 
 
 def test_seeded_requests_give_the_same_tokens_alone_and_in_any_company(stack, loop):
     _, parts = stack
-    together = ask(loop, parts.engines[0], [(PROMPT[: 10 + i], 10, []) for i in range(20)], seed=5)
+    questions = sums(20)
+    together = ask(loop, parts.engines[0], [(q, 10, []) for q in questions], seed=5)
+    assert len({tuple(a.token_ids) for a in together}) > 5
     for i in (0, 7, 19):
-        alone = ask(loop, parts.engines[0], [(PROMPT[: 10 + i], 10, [])], seed=5 + i)[0]
+        alone = ask(loop, parts.engines[0], [(questions[i], 10, [])], seed=5 + i)[0]
         assert alone.token_ids.tolist() == together[i].token_ids.tolist()
         np.testing.assert_allclose(alone.logprobs, together[i].logprobs, atol=1e-5)
 
 
 def test_finish_reasons_and_limits_are_the_engines_own(stack, loop):
     _, parts = stack
-    cut = ask(loop, parts.engines[0], [(PROMPT, 1, [])])[0]
-    assert len(cut.token_ids) == 1 and (cut.finish_reason == "length" or cut.token_ids[0] == 258)
-    greedy = ask(loop, parts.engines[0], [(PROMPT, 40, [])], temperature=0.0)[0]
-    assert greedy.finish_reason == "length" or greedy.token_ids[-1] == 258     # 258 is <|im_end|>: it stays in the ids
+    cut, greedy = (ask(loop, parts.engines[0], [(sums(1)[0], n, [])], temperature=0.0)[0] for n in (1, 40))
+    assert (len(cut.token_ids), cut.finish_reason) == (1, "length")
+    assert (greedy.finish_reason, greedy.token_ids[-1]) == ("stop", 258)       # 258 is <|im_end|>: it stays in the ids
+    assert greedy.token_ids[0] == cut.token_ids[0]
 
 
 def test_an_engine_refuses_to_sample_before_version_0(cluster, hostile_model):
