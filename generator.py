@@ -11,13 +11,11 @@ Sources: the streaming pool is arXiv:2607.21653, section 3; the order-of-start r
 
 import asyncio
 import json
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import ray
@@ -120,7 +118,8 @@ class Engine:
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
             model=self.model, dtype=self.dtype, load_format="dummy", max_model_len=self.cfg.context_length, max_num_seqs=self.cfg.max_num_seqs,
             max_num_batched_tokens=self.cfg.max_num_batched_tokens, enable_chunked_prefill=False, enable_prefix_caching=True,
-            block_size=32 if self.transfer == "gloo" else None, logprobs_mode="processed_logprobs", disable_log_stats=True, worker_extension_cls="weight_sync.Receiver",
+            block_size=32 if self.transfer == "gloo" else None, logprobs_mode="processed_logprobs", disable_log_stats=True,
+            worker_extension_cls="weight_sync.Receiver",
             hf_overrides={"tie_word_embeddings": False} if self.untie else {},
             weight_transfer_config=WeightTransferConfig(backend=self.transfer), **(cpu if self.transfer == "gloo" else gpu)))
         await self.llm.collective_rpc("watch_weights")
@@ -370,7 +369,7 @@ class Pool:
             self.running.append((n, asyncio.ensure_future(self.run_group(n, self.stream[n]))))
 
     async def take(self, count: int) -> list[Group]:
-        """The next `count` groups in order of start. Raises RuntimeError when nothing usable comes any more."""
+        """The next `count` groups in order of start. Raises ValueError when nothing usable comes any more."""
         assert count + self.taken <= self.slots, f"{count} groups wanted and {self.taken} not released, of {self.slots} slots: this would wait for ever"
         groups, lost = [], 0
         self.fill()
@@ -389,7 +388,7 @@ class Pool:
             self.dropped_groups, lost = self.dropped_groups + 1, lost + 1
             if lost >= self.give_up_after:
                 first = f" First error: {group.errors[0]}." if group.errors else ""
-                raise RuntimeError(
+                raise ValueError(
                     f"{lost} prompt groups in a row were dropped while {count - len(groups)} were wanted; rollouts lost so far: {dict(self.dropped)}.{first} "
                     "prompt_too_long: raise --context-length. error_*: see the message. unscored: the agent returned no reward.")
             self.fill()

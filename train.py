@@ -17,6 +17,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,6 +27,7 @@ import torch
 import tyro
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from estimators import ESTIMATORS, Batch, EstimatorConfig, collate
@@ -252,6 +254,7 @@ async def evaluate(cfg: Config, parts: Parts, version: int) -> dict[str, float]:
     greedy = await run(1, 0.0, "greedy")
     result = {"eval/greedy": sum(map(passes, greedy)) / len(prompts), "eval/prompts": len(prompts), "eval/version": version}
     result["eval/greedy_reward"] = sum(s[0].reward for g in greedy for s in g.rollouts) / len(prompts)
+    result["eval/dropped"] = sum(g.dropped.total() for g in greedy)                 # they count as not passed
     if k := cfg.eval_samples:
         sampled = [passes(g) for g in await run(k, cfg.generator.temperature, "sampled")]
         result["eval/pass1"] = sum(sampled) / (k * len(prompts))
@@ -350,7 +353,7 @@ class Log:
         rewards, tokens = batch.rollout_rewards, int(response.sum())
         row = {
             "step": version + 1, "version": version + 1, "epoch": pool.stream.epoch(groups[-1].index),
-            "reward": rewards.mean().item(), "reward_std": rewards.std().item(), "truncated_frac": batch.truncated.float().mean().item(),
+            "reward": rewards.mean().item(), "reward_std": rewards.std(unbiased=False).item(), "truncated_frac": batch.truncated.float().mean().item(),
             "staleness_mean": staleness.float().mean().item(), "staleness_max": staleness.max().item(),
             "logprob_gap_max": gap.max().item(), "logprob_gap_mean": gap.mean().item(),
             "rollouts": len(rewards), "response_tokens": tokens, "response_length": tokens / len(rewards), "tokens_per_second": tokens / seconds["step_seconds"],
@@ -422,7 +425,8 @@ async def run(cfg: Config, plan: Plan, directory: Path) -> None:
     """Start everything, train, leave nothing running."""
     gen = cfg.generator
     prompts, began = read_prompts(gen, "train"), time.monotonic()
-    with console.status("starting Ray, vLLM and the trainer") if console.is_terminal else open(os.devnull):
+    console.print(f"starting Ray, {gen.engines} vLLM engine(s), {cfg.trainer.trainers} trainer rank(s), {gen.agent_workers} agent worker(s)")
+    with console.status("this takes half a minute to a minute on a CPU") if console.is_terminal else nullcontext():
         start_ray(cfg.ray_address)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)   # after ray.init, which sets its own
         parts, log = None, None
@@ -500,7 +504,8 @@ def main() -> int:
         asyncio.run(run(cfg, plan, directory))
         return 0
     except ValueError as error:
-        console.print(f"[bold red]error:[/] {error}")
+        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error   # raised in an actor: without its traceback
+        console.print(f"[bold red]error:[/] {escape(str(cause))}", soft_wrap=True)
         return 2
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("[bold yellow]stopped[/]; go on with --resume")
