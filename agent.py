@@ -268,7 +268,7 @@ async def run_episode(env: Env, prompt: dict, tokenizer, generate: Generate, bud
 # ---------------------------------------------------------------------------------------------------- the user's module
 def load_agent(path: str):
     """Import the run's agent module (a .py file) and check that it exports `AgentRunner`. Raises ValueError otherwise."""
-    file = Path(path).resolve()
+    file = Path(path) if Path(path).is_file() else Path(__file__).parent / path      # as given, or in the repository
     if not file.is_file():
         raise ValueError(f"--agent {path}: there is no such file. Give the path of a Python module that defines AgentRunner.")
     if file.suffix != ".py":

@@ -10,7 +10,7 @@ Sources: named in each function; the record's rules are arXiv:2607.21653, sectio
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor

@@ -48,7 +48,7 @@ class Config:
     """
 
     estimator: Literal[*ESTIMATORS] = "grpo"   # how rewards become advantages
-    model: str = str(ROOT / "recipes/tiny")    # policy to start from: directory in Hugging Face layout, or hub id
+    model: str = "recipes/tiny"        # policy to start from: directory in Hugging Face layout, or hub id
     steps: int = 100                   # batches to train; each ends with one publish
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"   # dtype of both forwards; auto: bfloat16 on a GPU, float32 without
     device: Literal["auto", "cpu", "cuda"] = "auto"   # auto: cuda when there is an NVIDIA GPU
@@ -98,6 +98,7 @@ class Config:
 class Plan:
     """What the flags come to on this machine."""
 
+    model: str                         # absolute path, or hub id
     device: str
     dtype: str
     transfer: str                      # weight transfer backend
@@ -135,13 +136,14 @@ def resolve(cfg: Config) -> Plan:
                          f"has {gpus}. Lower --trainers, --engines or --engine-tp-size, or use --device cpu.")
     if device == "cpu" and gen.engine_tp_size > 1:
         raise ValueError(f"--engine-tp-size {gen.engine_tp_size}: on a CPU an engine is one process. Use --engines for more of them.")
-    if (Path(cfg.model).exists() or cfg.model.count(os.sep) != 1) and not Path(cfg.model, "config.json").is_file():
+    model = next((str(p.resolve()) for p in (Path(cfg.model), ROOT / cfg.model) if p.exists()), cfg.model)     # as given, in the repository, or a hub id
+    if (Path(model).exists() or model.count(os.sep) != 1) and not Path(model, "config.json").is_file():
         raise ValueError(f"--model {cfg.model}: no config.json there. Give a directory in Hugging Face layout (recipes/make_tiny.py makes the "
                          "default one) or a hub id.")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(cfg.model)
+        config = AutoConfig.from_pretrained(model)
     except OSError as error:
         raise ValueError(f"--model {cfg.model} could not be loaded: {str(error).splitlines()[0]}") from None
     limit = config.max_position_embeddings
@@ -151,7 +153,7 @@ def resolve(cfg: Config) -> Plan:
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     dtype = ("bfloat16" if device == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
     transfer = "nccl" if device == "cuda" else "gloo"
-    return Plan(device, dtype, transfer, gpus if device == "cuda" else 0, os.cpu_count(), parameters, bool(config.tie_word_embeddings))
+    return Plan(model, device, dtype, transfer, gpus if device == "cuda" else 0, os.cpu_count(), parameters, bool(config.tie_word_embeddings))
 
 
 # ---------------------------------------------------------------------------------------------------- placement
@@ -195,10 +197,10 @@ async def start(cfg: Config, plan: Plan) -> Parts:
     engine_threads = {"env_vars": {"OMP_NUM_THREADS": str(max(1, plan.cores // gen.engines)), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
     gpu = 1 if plan.device == "cuda" else 0
     engines = [Engine.options(num_cpus=0, num_gpus=gpu * gen.engine_tp_size, max_concurrency=100_000, runtime_env=engine_threads)
-               .remote(cfg.model, gen, plan.dtype, plan.transfer, plan.tie_word_embeddings) for _ in range(gen.engines)]
+               .remote(plan.model, gen, plan.dtype, plan.transfer, plan.tie_word_embeddings) for _ in range(gen.engines)]
     ready = [engine.start.remote() for engine in engines]
-    trainer = Trainer(cfg.model, cfg.trainer, cfg.losses, plan.dtype, cfg.steps, cfg.seed, dict(num_cpus=0, num_gpus=gpu, runtime_env=threads), ref=cfg.reference)
-    workers = [AgentWorker.options(num_cpus=0, max_concurrency=100_000).remote(cfg.model, gen, engines, cfg.seed) for _ in range(gen.agent_workers)]
+    trainer = Trainer(plan.model, cfg.trainer, cfg.losses, plan.dtype, cfg.steps, cfg.seed, dict(num_cpus=0, num_gpus=gpu, runtime_env=threads), ref=cfg.reference)
+    workers = [AgentWorker.options(num_cpus=0, max_concurrency=100_000).remote(plan.model, gen, engines, cfg.seed) for _ in range(gen.agent_workers)]
     await asyncio.gather(trainer.start(), *ready)
     await trainer.open_transfer(plan.transfer, engines, gen.engine_tp_size)
     return Parts(trainer, engines, workers)

@@ -36,23 +36,31 @@ class PolicySource(WeightSource):
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, tied_head: bool):
         self.model, self.dtype, self.tied_head = model, dtype, tied_head
 
-    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter
-            if self.tied_head and parameter is self.model.get_input_embeddings().weight:
-                yield "lm_head.weight", parameter
+    def converted(self, materialize) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, tensor in its wire dtype) of everything that is sent; materialize makes a parameter a whole tensor.
 
-    def wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        """Large tensors in the engine's dtype; small ones (norms, biases, routers) exact: the engine may hold them in float32."""
-        return torch.float32 if parameter.numel() < SMALL else self.dtype
+        Large tensors travel in the engine's dtype; small ones (norms, biases, routers) exact: the engine may hold them in float32.
+        """
+        for name, parameter in self.model.named_parameters():
+            tensor = materialize(parameter).detach().to(torch.float32 if parameter.numel() < SMALL else self.dtype)
+            yield from ((name, t.contiguous()) for name, t in to_hf(self.model, name, tensor))
+            if self.tied_head and parameter is self.model.get_input_embeddings().weight:
+                yield "lm_head.weight", tensor.contiguous()
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, self.wire_dtype(p), tuple(p.shape)) for name, p in self.named()]
+        return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.converted(lambda p: torch.empty(p.shape, device="meta"))]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.named():
-            whole = parameter.full_tensor() if isinstance(parameter, dist.tensor.DTensor) else parameter
-            yield name, whole.detach().to(self.wire_dtype(parameter)).contiguous()
+        return self.converted(lambda p: p.full_tensor() if isinstance(p, dist.tensor.DTensor) else p)
+
+
+def to_hf(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """One parameter under the names of its checkpoint: stacked experts, for one, become many tensors. By the library's own rules."""
+    if hasattr(model, "state_dict_adapter"):                             # AutoModel's own classes
+        return model.state_dict_adapter.convert_single_tensor_to_hf(name, tensor)
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return list(revert_weight_conversion(model, {name: tensor}).items())
 
 
 # ---------------------------------------------------------------------------------------------------- gloo, for CPUs

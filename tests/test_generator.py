@@ -206,6 +206,13 @@ def test_prompts_come_from_a_jsonl_file_split_by_its_field_or_by_the_last_tenth(
     assert len(read_prompts(cfg, "train")) == 2 and len(read_prompts(cfg, "eval")) == 1
 
 
+def test_prompts_come_from_a_data_set_that_the_datasets_package_loads(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"q{i}"}], "label": str(i)}) + "\n" for i in range(20)))
+    cfg = GeneratorConfig(prompts=str(tmp_path))
+    assert [r["label"] for r in read_prompts(cfg, "eval")] == ["18", "19"]
+    assert read_prompts(cfg, "train")[3]["messages"] == [{"role": "user", "content": "q3"}]
+
+
 def test_a_prompt_row_without_text_is_named(tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text('{"split": "train", "label": 3}\n{"split": "eval", "prompt": "x"}\n')

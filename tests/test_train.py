@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from estimators import EstimatorConfig
 from generator import GeneratorConfig
 from losses import LossConfig
-from train import Config, finished_checkpoints, from_dict, parse, resolve
+from train import Config, finished_checkpoints, from_dict, resolve
 from trainer import TrainerConfig
 
 from conftest import ROOT, TINY
@@ -62,14 +63,14 @@ def error_of(*flags: str, cwd: Path = ROOT) -> str:
     (lambda: Config(losses=LossConfig(loss="sft")), "--loss sft"),
     (lambda: Config(trainer=TrainerConfig(minibatches=64)), "--minibatches 64"),
     (lambda: Config(losses=LossConfig(kl_coef=0.1, kl_kind="k1")), "zero expected gradient"),
-    (lambda: parse(["--kl-reward-coef", "0.1"]), "--kl-reward-coef is not read by --estimator grpo"),
+    (lambda: Config(estimation=EstimatorConfig(kl_reward_coef=0.1)), "--kl-reward-coef is not read by --estimator grpo"),
     (lambda: resolve(Config(model="no/such/model")), "no config.json there"),
     (lambda: resolve(Config(model=str(TINY), device="cuda")), "no usable NVIDIA GPU"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(context_length=4096))), "1024 positions"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(engine_tp_size=2))), "--engine-tp-size 2"),
 ])
 def test_flags_that_cannot_work_are_refused_before_anything_starts(make, words):
-    with pytest.raises(ValueError, match=words.replace("/", "/")):
+    with pytest.raises(ValueError, match=words):
         make()
 
 

@@ -1,6 +1,5 @@
 """Splitting, alignment and schedules by hand; FSDP2 ranks, checkpoints and exports for real."""
 
-import asyncio
 import math
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
 """The three invariants on the real stack: what the engine samples with is what the trainer holds, by version and number."""
 
 import asyncio
-import os
+import shutil
 
 import numpy as np
 import pytest
@@ -9,14 +9,24 @@ import torch
 
 from agent import Trajectory
 from estimators import collate
-from generator import AgentWorker, GeneratorConfig, Sampling
+from generator import GeneratorConfig, Sampling
 from losses import AGGREGATIONS
 from recipes.arithmetic import prompts
 from train import Config, resolve, start
 from trainer import TrainerConfig
 from weight_sync import PolicySource, Receiver, publish
 
-from conftest import ROOT
+from conftest import ROOT, TINY
+
+
+def moe(vocabulary: int):
+    """A random mixture of 8 experts, 2 layers, tied head."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        vocab_size=vocabulary, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        max_position_embeddings=512, eos_token_id=258, tie_word_embeddings=True, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2))
 
 
 async def rollouts(cfg, parts, count: int, name: str, engine: int = 0) -> list:
@@ -89,15 +99,6 @@ def test_b17_a_cached_prefix_of_the_old_weights_is_not_used_after_a_publish(stac
     loop.run_until_complete(scenario())
 
 
-class Short(PolicySource):
-    """A source that forgets one tensor, as a renamed or skipped parameter would be."""
-
-    forgotten = "model.layers.1.self_attn.k_proj.weight"
-
-    def named(self):
-        return ((name, p) for name, p in super().named() if name != self.forgotten)
-
-
 class Model(torch.nn.Module):
     """A stand-in for vLLM's model: two fused parameters of 12 elements, loaded in parts of 4."""
 
@@ -123,24 +124,18 @@ def test_b18_coverage_names_a_parameter_that_no_part_or_only_some_parts_reached(
 
 
 def test_b18_the_source_sends_small_tensors_exact_and_a_tied_head_when_the_engine_has_its_own():
-    """1.001 and 1.002 are one number in bfloat16: a router of 2 elements must travel in float32."""
-    class Tied(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = torch.nn.Embedding(2048, 1024)
-            self.head = torch.nn.Linear(1024, 2048, bias=False)
-            self.head.weight = self.embed.weight
-            self.router = torch.nn.Parameter(torch.tensor([1.001, 1.002]))
+    """1.001 and 1.002 are one number in bfloat16: the router [8, 128] must travel in float32, the embedding [9000, 128] in bfloat16.
 
-        def get_input_embeddings(self):
-            return self.embed
-
-    sent = dict(PolicySource(Tied(), torch.bfloat16, tied_head=True))
-    assert {name: t.dtype for name, t in sent.items()} == {"router": torch.float32, "embed.weight": torch.bfloat16, "lm_head.weight": torch.bfloat16}
-    assert sent["router"].tolist() == pytest.approx([1.001, 1.002], abs=1e-7)
-    assert torch.equal(sent["lm_head.weight"], sent["embed.weight"])
-    assert "lm_head.weight" not in dict(PolicySource(Tied(), torch.bfloat16, tied_head=False))
-    assert [(m.name, m.dtype, m.shape) for m in PolicySource(Tied(), torch.bfloat16, True).metadata()] == [(n, t.dtype, tuple(t.shape)) for n, t in PolicySource(Tied(), torch.bfloat16, True)]
+    Stacked experts travel one by one under their checkpoint names, and metadata says what iteration yields.
+    """
+    model = moe(vocabulary=9000)
+    torch.nn.init.constant_(model.model.layers[0].mlp.gate.weight, 1.001)
+    sent = dict(PolicySource(model, torch.bfloat16, tied_head=True))
+    assert sent["model.layers.0.mlp.gate.weight"].unique().tolist() == pytest.approx([1.001], abs=1e-7)
+    assert sent["model.embed_tokens.weight"].dtype == torch.bfloat16 and torch.equal(sent["lm_head.weight"], sent["model.embed_tokens.weight"])
+    assert sent["model.layers.1.mlp.experts.7.down_proj.weight"].shape == (128, 64) and not [n for n in sent if n.endswith("experts.down_proj")]
+    assert "lm_head.weight" not in dict(PolicySource(model, torch.bfloat16, tied_head=False))
+    assert [(m.name, m.dtype, m.shape) for m in PolicySource(model, torch.bfloat16, True).metadata()] == [(n, t.dtype, tuple(t.shape)) for n, t in sent.items()]
 
 
 def test_a_publish_that_leaves_a_parameter_behind_fails_the_run_and_names_it(loop):
@@ -168,13 +163,18 @@ def test_a_publish_that_leaves_a_parameter_behind_fails_the_run_and_names_it(loo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("trainers, engines", [(2, 2), (4, 1)])
-def test_b19_several_trainer_ranks_and_engines_share_one_transfer_group(cluster, hostile_model, loop, trainers, engines):
-    """Every engine has a rank of its own and every gather is joined by all trainer ranks: 3 updates and publishes, all
-    engines agree with the sharded trainer to 1e-4."""
+@pytest.mark.parametrize("kind, trainers, engines", [("dense", 2, 2), ("dense", 4, 1), ("experts", 1, 1)])
+def test_b18_b19_every_rank_and_engine_of_a_transfer_group_holds_the_published_weights(cluster, hostile_model, loop, tmp_path, kind, trainers, engines):
+    """Every engine has a rank of its own and every gather is joined by all trainer ranks: 3 updates of all parameters and
+    publishes, all engines agree with the sharded trainer to 1e-4. The same for a tied mixture of experts."""
     import ray
 
-    cfg = Config(model=hostile_model, device="cpu", dtype="float32", generator=GeneratorConfig(agent=str(ROOT / "recipes/arithmetic.py"), engines=engines, temperature=0.7),
+    model = hostile_model
+    if kind == "experts":
+        model = str(tmp_path / "moe")
+        shutil.copytree(TINY, model)
+        moe(vocabulary=262).save_pretrained(model)
+    cfg = Config(model=model, device="cpu", dtype="float32", generator=GeneratorConfig(agent=str(ROOT / "recipes/arithmetic.py"), engines=engines, temperature=0.7),
                  trainer=TrainerConfig(trainers=trainers, learning_rate=1e-3, warmup_steps=0))
 
     async def scenario():
