@@ -30,4 +30,4 @@ $(VENV)/.ready: $(REQUIREMENTS)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs models
+	rm -rf $(VENV)

@@ -114,7 +114,8 @@ class Engine:
 
         self.loop = asyncio.get_running_loop()
         cpu = {"enforce_eager": True, "kv_cache_memory_bytes": int(self.cfg.kv_cache_gb * 2**30), "distributed_executor_backend": "uni"}
-        gpu = {"gpu_memory_utilization": self.cfg.gpu_memory_utilization, "tensor_parallel_size": self.cfg.engine_tp_size}
+        share = self.cfg.gpu_memory_utilization * (0.5 if self.transfer == "ipc" else 1.0)      # ipc: the trainer needs the other half
+        gpu = {"gpu_memory_utilization": share, "tensor_parallel_size": self.cfg.engine_tp_size}
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
             model=self.model, dtype=self.dtype, load_format="dummy", max_model_len=self.cfg.context_length, max_num_seqs=self.cfg.max_num_seqs,
             max_num_batched_tokens=self.cfg.max_num_batched_tokens, enable_chunked_prefill=False, enable_prefix_caching=True,
@@ -138,8 +139,13 @@ class Engine:
             n=1, temperature=sampling.temperature, top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
             repetition_penalty=1.0, seed=sampling.seed, max_tokens=max_tokens, min_tokens=0, stop=stop or None, ignore_eos=False, logprobs=0,
             detokenize=bool(stop), skip_special_tokens=False, include_stop_str_in_output=True, output_kind=RequestOutputKind.FINAL_ONLY)
-        async for output in self.llm.generate({"prompt_token_ids": token_ids.tolist()}, params, request_id=name):
-            pass
+        try:
+            async for output in self.llm.generate({"prompt_token_ids": token_ids.tolist()}, params, request_id=name):
+                pass
+        except Exception:
+            if self.llm.errored:                                   # vLLM's own process died: so does this actor, and everyone learns it
+                ray.actor.exit_actor()
+            raise
         answer = output.outputs[0]
         return read_completion(answer, [self.version] * len(answer.token_ids), name)
 
@@ -198,8 +204,7 @@ class Group:
     prompt: dict
     rollouts: list[list[Trajectory]] = field(default_factory=list)   # usable ones: segments of each
     dropped: Counter = field(default_factory=Counter)                # reason -> number of rollouts
-    errors: list[str] = field(default_factory=list)                  # first lines of what went wrong
-    seconds: float = 0.0               # from start to the last rollout
+    errors: list[str] = field(default_factory=list)                  # what went wrong, in words
 
 
 def rollout_seed(run_seed: int, group: int, member: int, turn: int) -> int:
@@ -211,49 +216,51 @@ def rollout_seed(run_seed: int, group: int, member: int, turn: int) -> int:
 class AgentWorker:
     """Runs the episodes of whole prompt groups. Where the agent takes one turn, a group travels in one engine call."""
 
-    def __init__(self, model: str, cfg: GeneratorConfig, engines: list, run_seed: int):
+    def __init__(self, model: str, cfg: GeneratorConfig, engines: list):
         from transformers import AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.cfg, self.engines, self.run_seed = cfg, engines, run_seed
+        self.cfg, self.engines = cfg, engines
         self.agent = load_agent(cfg.agent).AgentRunner
         self.budget = Budget(cfg.context_length, cfg.max_new_tokens)
 
-    async def run_groups(self, prompts: list[tuple[int, dict]], engine: int, samples: int, temperature: float, name: str = "train") -> list[Group]:
-        """`samples` rollouts of each (index, prompt), on one engine. Failures are counted by reason, never turned into rewards."""
-        batcher = Batcher(self.engines[engine], samples * len(prompts) if self.agent.max_turns == 1 else 1)
-        return await asyncio.gather(*[self._group(batcher, index, prompt, samples, temperature, name) for index, prompt in prompts])
+    async def run_groups(self, prompts: list[tuple[int, dict]], engine: int, samples: int, temperature: float, seed: int, name: str) -> list[Group]:
+        """`samples` rollouts of each (index, prompt), on one engine. Failures are counted by reason, never turned into rewards.
 
-    async def _group(self, batcher: "Batcher", index: int, prompt: dict, samples: int, temperature: float, name: str) -> Group:
-        group, began = Group(index, prompt), time.monotonic()
-        outcomes = await asyncio.gather(*[self._rollout(batcher, index, prompt, member, samples, temperature, name) for member in range(samples)])
+        `name` makes request names unique; `seed` is the run's, from which every rollout's and turn's follows.
+        """
+        batcher = Batcher(self.engines[engine], together=self.agent.max_turns == 1)
+        return await asyncio.gather(*[self._group(batcher, index, prompt, samples, temperature, seed, name) for index, prompt in prompts])
+
+    async def _group(self, batcher: "Batcher", index: int, prompt: dict, samples: int, temperature: float, seed: int, name: str) -> Group:
+        group = Group(index, prompt)
+        outcomes = await asyncio.gather(*[self._rollout(batcher, index, prompt, member, samples, temperature, seed, name) for member in range(samples)])
         for segments, reason, error in outcomes:
             if reason is None:
                 group.rollouts.append(segments)
             else:
                 group.dropped[reason] += 1
                 group.errors += [error] if error else []
-        group.seconds = time.monotonic() - began
         return group
 
-    async def _rollout(self, batcher: "Batcher", index: int, prompt: dict, member: int, samples: int, temperature: float, name: str):
+    async def _rollout(self, batcher: "Batcher", index: int, prompt: dict, member: int, samples: int, temperature: float, seed: int, name: str):
         """One episode -> (segments, None, None), or (None, why it cannot be used, what went wrong)."""
-        rollout = index * samples + member
-        seeds = self.run_seed if name == "train" else self.run_seed + 1
+        rollout, limit = index * samples + member, asyncio.timeout(self.cfg.rollout_timeout)
 
         async def generate(token_ids, max_tokens, stop, turn) -> Completion:
-            seed = rollout_seed(seeds, index, member, turn) if temperature else None
-            return await batcher.generate((f"{name}-{rollout}-{turn}", token_ids, max_tokens, stop), Sampling(temperature, seed))
+            sampling = Sampling(temperature, rollout_seed(seed, index, member, turn) if temperature else None)
+            return await batcher.generate((f"{name}-{rollout}-{turn}", token_ids, max_tokens, stop), sampling)
 
         try:
-            async with asyncio.timeout(self.cfg.rollout_timeout):
+            async with limit:
                 segments = await run_episode(self.agent(), prompt, self.tokenizer, generate, self.budget, rollout, index)
-        except TimeoutError:
-            return None, "timeout", f"rollout {rollout} of prompt {index} took longer than --rollout-timeout {self.cfg.rollout_timeout} s"
+        except ray.exceptions.RayActorError:               # the engine is gone: the run's matter, not this rollout's
+            raise
         except Exception as error:                         # one agent's fault costs one rollout; it is counted and shown
-            return None, f"error_{type(error).__name__}", f"rollout {rollout} of prompt {index}: {type(error).__name__}: {error}"
-        finally:
-            batcher.left()
+            if limit.expired():
+                return None, "timeout", f"rollout {rollout} of prompt {index} took longer than --rollout-timeout {self.cfg.rollout_timeout} s"
+            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+            return None, f"error_{type(cause).__name__}", f"rollout {rollout} of prompt {index}: {type(cause).__name__}: {cause}"
         if not any(s.response_mask.any() for s in segments):
             return None, "prompt_too_long" if segments[0].truncated else "empty", None
         if segments[0].reward is None:
@@ -262,38 +269,47 @@ class AgentWorker:
 
 
 class Batcher:
-    """Collects the requests of `expected` rollouts into one Ray call; a rollout that ends without asking leaves."""
+    """Sends requests to an engine: each by itself, or, `together`, all that arrive in one pass of the event loop as one Ray call.
 
-    def __init__(self, engine, expected: int):
-        self.engine, self.expected, self.waiting = engine, expected, []
-        self.single = expected == 1
+    A rollout that is cancelled (it took too long) takes its request out of the engine; of a call that carries others, when all are gone.
+    """
+
+    def __init__(self, engine, together: bool):
+        self.engine, self.together, self.waiting, self.sending = engine, together, [], set()
 
     async def generate(self, request: tuple, sampling: Sampling) -> Completion:
-        if self.single:
-            return (await self.engine.generate.remote([request], [sampling]))[0]
         answer = asyncio.get_running_loop().create_future()
         self.waiting.append((request, sampling, answer))
-        self.send_when_full()
+        if not self.together:
+            self.flush()
+        elif len(self.waiting) == 1:
+            asyncio.get_running_loop().call_soon(self.flush)
         return await answer
 
-    def left(self) -> None:
-        if not self.single:
-            self.expected -= 1
-            self.send_when_full()
-
-    def send_when_full(self) -> None:
-        if self.waiting and len(self.waiting) >= self.expected:
-            batch, self.waiting = self.waiting, []
-            self.sending = asyncio.ensure_future(self.send(batch))
+    def flush(self) -> None:
+        batch, self.waiting = self.waiting, []
+        task = asyncio.ensure_future(self.send(batch))
+        self.sending.add(task)
+        task.add_done_callback(self.sending.discard)
 
     async def send(self, batch: list) -> None:
+        answers = [answer for _, _, answer in batch]
+        call = self.engine.generate.remote([request for request, _, _ in batch], [sampling for _, sampling, _ in batch])
+
+        def abort_when_all_are_gone(_) -> None:
+            if all(answer.cancelled() for answer in answers):
+                ray.cancel(call)
+
+        for answer in answers:
+            answer.add_done_callback(abort_when_all_are_gone)
         try:
-            answers = await self.engine.generate.remote([b[0] for b in batch], [b[1] for b in batch])
-            for (_, _, future), answer in zip(batch, answers):
-                future.done() or future.set_result(answer)
+            for answer, completion in zip(answers, await call):
+                if not answer.done():
+                    answer.set_result(completion)
         except Exception as error:
-            for _, _, future in batch:
-                future.done() or future.set_exception(error)
+            for answer in answers:
+                if not answer.done():
+                    answer.set_exception(error)
 
 
 # ---------------------------------------------------------------------------------------------------- prompts
@@ -301,7 +317,7 @@ def read_prompts(cfg: GeneratorConfig, split: str) -> list[dict]:
     """Prompts of a split ("train" or "eval") as dicts with `messages` or `prompt`. Raises ValueError naming the bad row.
 
     From --prompts (a JSONL file, or a data set for datasets.load_dataset), else from the agent module's prompts(split).
-    Rows with a field `split` belong to that split; where none has one, the last tenth (at most 1,000) is the eval split.
+    Rows with a field `split` belong to that split; where none has one, a tenth drawn by a fixed seed (at most 1,000) is the eval split.
     """
     if cfg.prompts is None:
         module = load_agent(cfg.agent)
@@ -310,14 +326,18 @@ def read_prompts(cfg: GeneratorConfig, split: str) -> list[dict]:
         rows = list(module.prompts(split))
     else:
         if Path(cfg.prompts).is_file():
-            rows = [json.loads(line) for line in Path(cfg.prompts).read_text().splitlines() if line.strip()]
+            rows = list(read_jsonl(Path(cfg.prompts)))
         else:
             from datasets import load_dataset
 
-            rows = [dict(row) for row in load_dataset(cfg.prompts, split="train")]
+            try:
+                rows = [dict(row) for row in load_dataset(cfg.prompts, split="train")]
+            except OSError as error:
+                raise ValueError(f"--prompts {cfg.prompts} is neither a file here nor a data set that can be loaded: {error}") from None
         if any("split" in row for row in rows):
             rows = [row for row in rows if row.get("split", "train") == split]
         else:
+            np.random.default_rng(0).shuffle(rows)               # the same split in every run, whatever the file's order
             held_out = min(1000, max(1, len(rows) // 10))
             rows = rows[-held_out:] if split == "eval" else rows[:-held_out]
     for i, row in enumerate(rows):
@@ -326,6 +346,15 @@ def read_prompts(cfg: GeneratorConfig, split: str) -> list[dict]:
     if not rows:
         raise ValueError(f"The {split} split has no prompts. Check --prompts {cfg.prompts} or prompts({split!r}) in {cfg.agent}.")
     return rows
+
+
+def read_jsonl(path: Path):
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not JSON ({error}): {line[:100]}") from None
 
 
 class PromptStream:
@@ -359,6 +388,7 @@ class Pool:
         self.taken = 0                           # groups that take handed out and release has not freed
         self.dropped: Counter = Counter()        # reason -> rollouts, since the start
         self.dropped_groups = 0
+        self.ended: dict[int, float] = {}        # number -> when its group came to an end
         self.head_seconds = 0.0                  # waited for the head of the line while a younger group was complete
         self.pending: list[int] = []             # numbers to issue before new ones (what was in flight when a checkpoint was written)
 
@@ -366,7 +396,9 @@ class Pool:
         while len(self.running) + self.taken < self.slots:
             n = self.pending.pop(0) if self.pending else self.next
             self.next = max(self.next, n + 1)
-            self.running.append((n, asyncio.ensure_future(self.run_group(n, self.stream[n]))))
+            task = asyncio.ensure_future(self.run_group(n, self.stream[n]))
+            task.add_done_callback(lambda _, n=n: self.ended.setdefault(n, time.monotonic()))
+            self.running.append((n, task))
 
     async def take(self, count: int) -> list[Group]:
         """The next `count` groups in order of start. Raises ValueError when nothing usable comes any more."""
@@ -376,10 +408,11 @@ class Pool:
         while len(groups) < count:
             n, task = self.running[0]
             began = time.monotonic()
-            younger = any(t.done() for _, t in self.running)
             group = await task
-            self.head_seconds += (time.monotonic() - began) if younger else 0.0
             self.running.popleft()
+            younger = [self.ended[m] for m, _ in self.running if m in self.ended]
+            self.head_seconds += max(0.0, time.monotonic() - max(began, min(younger))) if younger else 0.0
+            self.ended.pop(n, None)
             self.dropped.update(group.dropped)
             if len(group.rollouts) >= self.min_rollouts:
                 groups.append(group)

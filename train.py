@@ -4,7 +4,7 @@
     python train.py --help                      every flag
     python train.py --dry-run                   the resolved plan, nothing started
 
-It does no arithmetic on tensors. Read `loop` first: one training step, a phase a line.
+It knows no model and no engine from inside. Read `loop` first: one training step, a phase a line.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import time
 import warnings
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -49,21 +49,21 @@ class Config:
 
     estimator: Literal[*ESTIMATORS] = "grpo"   # how rewards become advantages
     model: str = "recipes/tiny"        # policy to start from: directory in Hugging Face layout, or hub id
-    steps: int = 100                   # batches to train; each ends with one publish
+    steps: int = 130                   # batches to train; each ends with one publish
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"   # dtype of both forwards; auto: bfloat16 on a GPU, float32 without
     device: Literal["auto", "cpu", "cuda"] = "auto"   # auto: cuda when there is an NVIDIA GPU
     seed: int = 0                      # prompts' order and every sampling seed follow from it
-    eval_every: int = 50               # steps between evals; 0 = only at the start and at the end
+    eval_every: int = 65               # steps between evals; 0 = only at the start and at the end
     eval_prompts: int = 1000           # held-out prompts of an eval, at most
     eval_samples: int = 2              # k of pass@k: sampled answers for each eval prompt, next to the greedy one; 0 = greedy only
     pass_reward: float = 1.0           # a rollout passes when its reward is at least this
-    checkpoint_every: int = 50         # steps between checkpoints; 0 = only at the end
+    checkpoint_every: int = 65         # steps between checkpoints; 0 = only at the end
     keep_checkpoints: int = 2          # newest checkpoints to keep
     save_rollouts: bool = True         # write every trained trajectory to rollouts/
     name: str | None = None            # directory under runs/; None = estimator and time, with --resume the newest run
     resume: bool = False               # go on from the newest finished checkpoint, with the run's own flags unless given anew
     wandb: bool = False                # also log to Weights & Biases
-    ray_address: str | None = None     # a running Ray cluster; None starts a private one
+    ray_address: str | None = None     # address of a running Ray cluster; None starts a private one
     dry_run: bool = False              # print the resolved plan and exit
     generator: Annotated[GeneratorConfig, tyro.conf.arg(name="")] = field(default_factory=GeneratorConfig)
     estimation: Annotated[EstimatorConfig, tyro.conf.arg(name="")] = field(default_factory=EstimatorConfig)
@@ -85,8 +85,9 @@ class Config:
             raise ValueError("--loss sft is supervised fine-tuning; it has no rollouts. recipes/make_tiny.py shows how it runs through the same update.")
         if train.minibatches > gen.prompts_per_step:
             raise ValueError(f"--minibatches {train.minibatches} is more than --prompts-per-step {gen.prompts_per_step}; groups are not split.")
-        if self.steps < 1:
-            raise ValueError(f"--steps {self.steps}: want at least 1.")
+        for name, least in (("steps", 1), ("eval_prompts", 1), ("keep_checkpoints", 1), ("eval_samples", 0), ("eval_every", 0), ("checkpoint_every", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: want at least {least}.")
 
     @property
     def reference(self) -> bool:
@@ -99,6 +100,7 @@ class Plan:
     """What the flags come to on this machine."""
 
     model: str                         # absolute path, or hub id
+    ref_model: str
     device: str
     dtype: str
     transfer: str                      # weight transfer backend
@@ -114,7 +116,8 @@ class Plan:
             ("model", f"{cfg.model}, {self.parameters / 1e6:.2f} M parameters"),
             ("device", f"{self.device}, {self.gpus} GPUs, {self.cores} cores; forward in {self.dtype}, master weights in float32"),
             ("engines", f"{gen.engines} vLLM x {gen.engine_tp_size} {'GPU' if self.gpus else 'process'}, weights {weights:.3f} GB each"),
-            ("trainers", f"{train.trainers} FSDP2 ranks, {self.parameters * 16 / gb / train.trainers:.3f} GB each (master, gradient, two moments)"),
+            ("trainers", f"{train.trainers} FSDP2 ranks, {self.parameters * 16 / gb / train.trainers:.3f} GB each (master, gradient, two moments)"
+                         + (f", reference {self.parameters * 4 / gb / train.trainers:.3f} GB" if cfg.reference else "")),
             ("agents", f"{gen.agent_workers} workers of {gen.agent}"),
             ("transfer", f"{self.transfer}, group of {1 + gen.engines * gen.engine_tp_size}"),
             ("step", f"{gen.prompts_per_step} prompts x {gen.group_size} rollouts, {train.optimizer_steps} optimizer steps, strictly on-policy"),
@@ -131,12 +134,13 @@ def resolve(cfg: Config) -> Plan:
     device = ("cuda" if gpus else "cpu") if cfg.device == "auto" else cfg.device
     gen = cfg.generator
     need = cfg.trainer.trainers + gen.engines * gen.engine_tp_size
-    if device == "cuda" and cfg.ray_address is None and need > gpus:
+    shared = device == "cuda" and gpus == 1 and need == 2                # one GPU for both: weights move inside it
+    if device == "cuda" and cfg.ray_address is None and need > gpus and not shared:
         raise ValueError(f"{cfg.trainer.trainers} trainers and {gen.engines} engines of {gen.engine_tp_size} GPUs need {need} GPUs; this machine "
                          f"has {gpus}. Lower --trainers, --engines or --engine-tp-size, or use --device cpu.")
     if device == "cpu" and gen.engine_tp_size > 1:
         raise ValueError(f"--engine-tp-size {gen.engine_tp_size}: on a CPU an engine is one process. Use --engines for more of them.")
-    model = next((str(p.resolve()) for p in (Path(cfg.model), ROOT / cfg.model) if p.exists()), cfg.model)     # as given, in the repository, or a hub id
+    model, ref_model = locate(cfg.model), locate(cfg.trainer.ref_model or cfg.model)
     if (Path(model).exists() or model.count(os.sep) != 1) and not Path(model, "config.json").is_file():
         raise ValueError(f"--model {cfg.model}: no config.json there. Give a directory in Hugging Face layout (recipes/make_tiny.py makes the "
                          "default one) or a hub id.")
@@ -152,8 +156,14 @@ def resolve(cfg: Config) -> Plan:
     with torch.device("meta"):
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     dtype = ("bfloat16" if device == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
-    transfer = "nccl" if device == "cuda" else "gloo"
-    return Plan(model, device, dtype, transfer, gpus if device == "cuda" else 0, os.cpu_count(), parameters, bool(config.tie_word_embeddings))
+    transfer = "gloo" if device == "cpu" else "ipc" if shared else "nccl"
+    cores = len(os.sched_getaffinity(0))
+    return Plan(model, ref_model, device, dtype, transfer, gpus if device == "cuda" else 0, cores, parameters, bool(config.tie_word_embeddings))
+
+
+def locate(model: str) -> str:
+    """A model's absolute path where it is a directory, as given or in the repository; else a hub id, as it is."""
+    return next((str(p.resolve()) for p in (Path(model), ROOT / model) if p.exists()), model)
 
 
 # ---------------------------------------------------------------------------------------------------- placement
@@ -179,15 +189,18 @@ def quiet() -> None:
 
 def start_ray(address: str | None) -> None:
     """A private Ray, quiet, whose workers find our flat modules; or the cluster at `address`."""
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     environment = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",        # vLLM's ipc transfer sends handles of GPU memory between our own processes
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",           # on a CPU the engine core then runs its worker itself: one process less
         "OMP_WAIT_POLICY": "PASSIVE"}                    # idle threads sleep: engine and trainer share the cores
     os.environ["RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"] = "true"   # an engine's processes die with its actor
-    ray.init(address=address, include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env={"env_vars": environment},
-             **({} if address else {"object_store_memory": 512 * 2**20}))
+    private = {} if address else {"object_store_memory": 512 * 2**20, "include_dashboard": False}
+    try:
+        ray.init(address=address or "local", logging_level="ERROR", log_to_driver=False, runtime_env={"env_vars": environment}, **private)
+    except ConnectionError as error:
+        raise ValueError(f"--ray-address {address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or leave the flag out.") from None
 
 
 async def start(cfg: Config, plan: Plan) -> Parts:
@@ -195,19 +208,20 @@ async def start(cfg: Config, plan: Plan) -> Parts:
     gen = cfg.generator
     threads = {"env_vars": {"OMP_NUM_THREADS": str(max(1, plan.cores // cfg.trainer.trainers))}}
     engine_threads = {"env_vars": {"OMP_NUM_THREADS": str(max(1, plan.cores // gen.engines)), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
-    gpu = 1 if plan.device == "cuda" else 0
+    gpu = {"gloo": 0, "nccl": 1, "ipc": 0.5}[plan.transfer]              # ipc: engine and trainer share the one GPU
     engines = [Engine.options(num_cpus=0, num_gpus=gpu * gen.engine_tp_size, max_concurrency=100_000, runtime_env=engine_threads)
                .remote(plan.model, gen, plan.dtype, plan.transfer, plan.tie_word_embeddings) for _ in range(gen.engines)]
     ready = [engine.start.remote() for engine in engines]
-    trainer = Trainer(plan.model, cfg.trainer, cfg.losses, plan.dtype, cfg.steps, cfg.seed, dict(num_cpus=0, num_gpus=gpu, runtime_env=threads), ref=cfg.reference)
-    workers = [AgentWorker.options(num_cpus=0, max_concurrency=100_000).remote(plan.model, gen, engines, cfg.seed) for _ in range(gen.agent_workers)]
+    training = replace(cfg.trainer, ref_model=plan.ref_model)
+    trainer = Trainer(plan.model, training, cfg.losses, plan.device, plan.dtype, cfg.steps, cfg.seed, dict(num_cpus=0, num_gpus=gpu, runtime_env=threads), ref=cfg.reference)
+    workers = [AgentWorker.options(num_cpus=0, max_concurrency=100_000).remote(plan.model, gen, engines) for _ in range(gen.agent_workers)]
     await asyncio.gather(trainer.start(), *ready)
     await trainer.open_transfer(plan.transfer, engines, gen.engine_tp_size)
     return Parts(trainer, engines, workers)
 
 
 # ---------------------------------------------------------------------------------------------------- the loop
-async def loop(cfg: Config, parts: Parts, pool: Pool, log: "Log", first: int) -> None:
+async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log: "Log", first: int) -> None:
     """One training step, a phase a line. version = batches trained = publishes = what vLLM samples with."""
     from weight_sync import publish
 
@@ -225,13 +239,13 @@ async def loop(cfg: Config, parts: Parts, pool: Pool, log: "Log", first: int) ->
             metrics = await trainer.update(batch, cfg.losses.loss)                # losses.py, backward, optimizer steps
         with clock("publish"):
             await publish(trainer, parts.engines, version + 1)                    # from here on vLLM samples the new weights
-        pool.release(len(groups))                                                 # so many new prompts may start
         row = log.row(version, batch, groups, pool, metrics)
         if due(cfg.eval_every, version + 1, cfg.steps):
-            row |= await evaluate(cfg, parts, version + 1)
+            row |= await evaluate(cfg, parts, held_out, version + 1)              # before the next publish: one version
         log.write(row)
         if due(cfg.checkpoint_every, version + 1, cfg.steps):
             await log.checkpoint(version + 1, trainer, pool)
+        pool.release(len(groups))                                                 # so many new prompts may start
 
 
 def due(every: int, version: int, last: int) -> bool:
@@ -239,15 +253,14 @@ def due(every: int, version: int, last: int) -> bool:
     return version == last or bool(every) and version % every == 0
 
 
-async def evaluate(cfg: Config, parts: Parts, version: int) -> dict[str, float]:
+async def evaluate(cfg: Config, parts: Parts, held_out: list[dict], version: int) -> dict[str, float]:
     """Held-out prompts under the weights of `version`: greedy, and eval_samples sampled answers each (pass@1, pass@k)."""
-    prompts = read_prompts(cfg.generator, "eval")[: cfg.eval_prompts]
-    began = time.monotonic()
+    prompts, began = held_out[: cfg.eval_prompts], time.monotonic()
 
     async def run(samples: int, temperature: float, name: str) -> list[Group]:
         numbered = list(enumerate(prompts))
         parted = [numbered[i::len(parts.engines)] for i in range(len(parts.engines))]     # each engine's share, whole: one call
-        calls = [parts.workers[i % len(parts.workers)].run_groups.remote(part, i, samples, temperature, f"{name}-{version}") for i, part in enumerate(parted)]
+        calls = [parts.workers[i % len(parts.workers)].run_groups.remote(part, i, samples, temperature, cfg.seed + 1, f"{name}-{version}") for i, part in enumerate(parted)]
         return [group for part in await asyncio.gather(*calls) for group in part]
 
     def passes(group: Group) -> int:
@@ -256,11 +269,16 @@ async def evaluate(cfg: Config, parts: Parts, version: int) -> dict[str, float]:
     greedy = await run(1, 0.0, "greedy")
     result = {"eval/greedy": sum(map(passes, greedy)) / len(prompts), "eval/prompts": len(prompts), "eval/version": version}
     result["eval/greedy_reward"] = sum(s[0].reward for g in greedy for s in g.rollouts) / len(prompts)
-    result["eval/dropped"] = sum(g.dropped.total() for g in greedy)                 # they count as not passed
+    sampled = []
     if k := cfg.eval_samples:
-        sampled = [passes(g) for g in await run(k, cfg.generator.temperature, "sampled")]
-        result["eval/pass1"] = sum(sampled) / (k * len(prompts))
-        result[f"eval/pass{k}"] = sum(n > 0 for n in sampled) / len(prompts)
+        sampled = await run(k, cfg.generator.temperature, "sampled")
+        result["eval/pass1"] = sum(map(passes, sampled)) / (k * len(prompts))
+        result[f"eval/pass{k}"] = sum(passes(g) > 0 for g in sampled) / len(prompts)
+    lost = sum((g.dropped for g in greedy + sampled), Counter())
+    result["eval/dropped"] = lost.total()                                           # they count as not passed
+    if lost:
+        first = next((e for g in greedy + sampled for e in g.errors), "no error was raised")
+        console.print(f"[yellow]the eval lost rollouts:[/] {dict(lost)}; {escape(first)}", soft_wrap=True)
     result["eval/seconds"] = time.monotonic() - began
     return result
 
@@ -305,9 +323,9 @@ class Log:
         (directory / "rollouts").mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(json.dumps(asdict(cfg), indent=1))
         metrics = directory / "metrics.jsonl"
-        self.rows = [row for row in map(json.loads, metrics.read_text().splitlines()) if row["step"] <= first] if metrics.exists() else []
+        self.rows = [row for row in read_rows(metrics) if row["step"] <= first]
         metrics.write_text("".join(json.dumps(row) + "\n" for row in self.rows))     # rows beyond the checkpoint will be made again
-        self.tensorboard = SummaryWriter(str(directory / "tensorboard"), purge_step=first)
+        self.tensorboard = SummaryWriter(str(directory / "tensorboard"), purge_step=first + 1)
         self.wandb = None
         if cfg.wandb:
             import wandb
@@ -371,8 +389,8 @@ class Log:
 
     async def checkpoint(self, version: int, trainer: Trainer, pool: Pool) -> None:
         """checkpoints/<version>: trainer state and the pool's place; it counts as finished only under its final name."""
-        path = self.directory / "checkpoints" / f"{version:06d}"
-        await trainer.save(path, {"version": version, "pool": pool.state(), "seed": self.cfg.seed})
+        path = (self.directory / "checkpoints" / f"{version:06d}").resolve()
+        await trainer.save(path, {"version": version, "pool": pool.state()})
         for old in sorted(finished_checkpoints(self.directory))[: -self.cfg.keep_checkpoints]:
             shutil.rmtree(old)
         self.clock.take()
@@ -418,6 +436,12 @@ def save_rollouts(path: Path, groups: list[Group]) -> None:
         reward=[s.reward for s in rows], truncated=[s.truncated for s in rows], info=[json.dumps(s.info, default=str) for s in rows])
 
 
+def read_rows(metrics: Path) -> list[dict]:
+    """Rows of a metrics.jsonl; a last line that a kill cut short is left out."""
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def finished_checkpoints(directory: Path) -> list[Path]:
     return [p for p in (directory / "checkpoints").glob("*") if p.name.isdigit() and (p / "run.json").is_file()]
 
@@ -426,7 +450,7 @@ def finished_checkpoints(directory: Path) -> list[Path]:
 async def run(cfg: Config, plan: Plan, directory: Path) -> None:
     """Start everything, train, leave nothing running."""
     gen = cfg.generator
-    prompts, began = read_prompts(gen, "train"), time.monotonic()
+    prompts, held_out, began = read_prompts(gen, "train"), read_prompts(gen, "eval"), time.monotonic()
     console.print(f"starting Ray, {gen.engines} vLLM engine(s), {cfg.trainer.trainers} trainer rank(s), {gen.agent_workers} agent worker(s)")
     with console.status("this takes half a minute to a minute on a CPU") if console.is_terminal else nullcontext():
         start_ray(cfg.ray_address)
@@ -437,7 +461,7 @@ async def run(cfg: Config, plan: Plan, directory: Path) -> None:
             from weight_sync import publish
 
             checkpoints = sorted(finished_checkpoints(directory)) if cfg.resume else []
-            saved = await parts.trainer.load(checkpoints[-1]) if checkpoints else {"version": 0}
+            saved = await parts.trainer.load(checkpoints[-1].resolve()) if checkpoints else {"version": 0}
             first = saved["version"]
             await publish(parts.trainer, parts.engines, first)                      # engines are synced before anything is sampled
         except BaseException:
@@ -447,18 +471,19 @@ async def run(cfg: Config, plan: Plan, directory: Path) -> None:
         console.print(f"{directory}: ready after {time.monotonic() - began:.0f} s, starting from version {first}")
         log = Log(cfg, directory, first)
         if first == 0:
-            log.write({"step": 0, "version": 0} | await evaluate(cfg, parts, 0))
+            log.write({"step": 0, "version": 0} | await evaluate(cfg, parts, held_out, 0))
 
         async def run_group(n: int, prompt: dict) -> Group:
-            return (await parts.workers[n % len(parts.workers)].run_groups.remote([(n, prompt)], n % len(parts.engines), gen.group_size, gen.temperature))[0]
+            return (await parts.workers[n % len(parts.workers)].run_groups.remote([(n, prompt)], n % len(parts.engines), gen.group_size, gen.temperature, cfg.seed, "train"))[0]
 
         minimum = min(2, gen.group_size) if ESTIMATORS[cfg.estimator].groups else 1
         pool = Pool(PromptStream(prompts, cfg.seed), run_group, slots=gen.prompts_per_step, min_rollouts=minimum)
         if "pool" in saved:
             pool.load_state(saved["pool"])
         log.clock.take()
-        await loop(cfg, parts, pool, log, first)
-        await parts.trainer.export(directory / "hf")
+        await loop(cfg, parts, pool, held_out, log, first)
+        pool.cancel()
+        await parts.trainer.export((directory / "hf").resolve())
         finished = f"done: {directory}/ has reward.png, metrics.jsonl, tensorboard/, rollouts/, checkpoints/ and hf/ (for transformers and vLLM)"
     finally:
         if log:
@@ -480,18 +505,26 @@ def parse(args: list[str] | None = None) -> tuple[Config, Path]:
     cfg = tyro.cli(Config, args=args)
     runs = Path("runs")
     if not cfg.resume:
-        return cfg, runs / (cfg.name or f"{cfg.estimator}-{time.strftime('%Y%m%d-%H%M%S')}")
-    candidates = [runs / cfg.name] if cfg.name else sorted((p for p in runs.glob("*") if (p / "config.json").is_file()), key=lambda p: p.stat().st_mtime)
+        directory = runs / (cfg.name or f"{cfg.estimator}-{time.strftime('%Y%m%d-%H%M%S')}")
+        if (directory / "metrics.jsonl").exists():
+            raise ValueError(f"{directory} already holds a run. Go on with --resume --name {directory.name}, or choose another --name.")
+        return cfg, directory
+    started = sorted(runs.glob("*/config.json"), key=lambda p: p.stat().st_mtime)       # written anew at each start
+    candidates = [runs / cfg.name] if cfg.name else [p.parent for p in started]
     if not candidates or not (candidates[-1] / "config.json").is_file():
         raise ValueError(f"--resume: no run to go on with {'at ' + str(candidates[-1]) if candidates else 'under runs/'}. "
                          "Name it with --name, or start one without --resume.")
     if not finished_checkpoints(candidates[-1]):
         raise ValueError(f"--resume: {candidates[-1]} has no finished checkpoint. Start anew without --resume, and with a smaller --checkpoint-every.")
     saved = from_dict(Config, json.loads((candidates[-1] / "config.json").read_text()))
-    return tyro.cli(Config, args=args, default=saved), candidates[-1]
+    cfg, version = tyro.cli(Config, args=args, default=saved), int(max(finished_checkpoints(candidates[-1])).name)
+    if version >= cfg.steps:
+        raise ValueError(f"--resume: {candidates[-1]} is at step {version} of {cfg.steps}, so it is finished. Give it a larger --steps to go on.")
+    return cfg, candidates[-1]
 
 
 def main() -> int:
+    directory = Path("runs")
     try:
         cfg, directory = parse()
         quiet()
@@ -502,15 +535,19 @@ def main() -> int:
                 table.add_row(*row)
             console.print(table)
             return 0
-        read_prompts(cfg.generator, "eval")
         asyncio.run(run(cfg, plan, directory))
         return 0
     except ValueError as error:
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error   # raised in an actor: without its traceback
         console.print(f"[bold red]error:[/] {escape(str(cause))}", soft_wrap=True)
         return 2
+    except ray.exceptions.RayActorError as error:
+        console.print(f"[bold red]error:[/] an engine, a trainer rank or an agent worker died: {escape(str(error))}\n"
+                      "Its log is in /tmp/ray/session_latest/logs. Go on from the last checkpoint with --resume.", soft_wrap=True)
+        return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
-        console.print("[bold yellow]stopped[/]; go on with --resume")
+        finished = sorted(finished_checkpoints(directory))
+        console.print(f"[bold yellow]stopped[/]; {f'go on from version {int(finished[-1].name)} with --resume' if finished else 'there is no checkpoint yet'}")
         return 130
 
 

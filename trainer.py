@@ -34,7 +34,7 @@ class TrainerConfig:
     trainers: int = 1                  # N, ranks that share the policy (FSDP2)
     learning_rate: float = 3e-4        # peak learning rate of AdamW
     warmup_steps: int = 10             # optimizer steps of linear warm-up
-    decay: Literal["constant", "linear", "cosine"] = "constant"   # what the learning rate does after the warm-up, to 0 at the last step
+    decay: Literal["constant", "linear", "cosine"] = "linear"   # what the learning rate does after the warm-up, to 0 at the last step
     beta1: float = 0.9                 # AdamW
     beta2: float = 0.95                # AdamW
     weight_decay: float = 0.0          # AdamW, decoupled
@@ -154,7 +154,7 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, activation_c
         if activation_checkpointing:
             model.gradient_checkpointing_enable()
         mesh = init_device_mesh(device.type, (1,))
-        for layer in max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len):
+        for layer in next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
@@ -173,10 +173,10 @@ def learning_rate(cfg: TrainerConfig, total: int, step: int) -> float:
 class Rank:
     """One FSDP2 rank: its shard of the policy, of the optimizer and, if asked for, of the reference policy."""
 
-    def __init__(self, rank: int, world: int, model: str, cfg: TrainerConfig, loss: LossConfig, dtype: str, steps: int, seed: int):
+    def __init__(self, rank: int, world: int, model: str, cfg: TrainerConfig, loss: LossConfig, device: str, dtype: str, steps: int, seed: int):
         self.rank, self.world, self.path, self.cfg, self.loss, self.steps, self.seed = rank, world, model, cfg, loss, steps, seed
         self.dtype = getattr(torch, dtype)
-        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
 
     def address(self) -> tuple[str, int]:
         """This node and a free port on it, for the ranks' rendezvous."""
@@ -196,7 +196,7 @@ class Rank:
         dist.init_process_group("cuda:nccl,cpu:gloo" if self.device.type == "cuda" else "gloo")
         torch.manual_seed(self.seed)
         self.model = load_model(self.path, self.dtype, self.device, self.cfg.activation_checkpointing)
-        self.model.train()
+        self.model.train(self.cfg.activation_checkpointing)      # else as in eval: dropout would make the forward another policy's
         self.ref = load_model(self.cfg.ref_model or self.path, self.dtype, self.device, False).eval() if ref else None
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=self.cfg.learning_rate, betas=(self.cfg.beta1, self.cfg.beta2), weight_decay=self.cfg.weight_decay)
@@ -229,7 +229,9 @@ class Rank:
                     metrics[name][0] += float(total)
                     metrics[name][1] += float(count)
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.max_grad_norm)
-            norm = norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm
+            norm = whole(norm)
+            if not torch.isfinite(norm):
+                raise ValueError(f"The gradient norm is {norm.item()}: the policy has diverged or a logprob is not finite. Lower --learning-rate; resume from the last checkpoint.")
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             rate = self.scheduler.get_last_lr()[0]
@@ -286,8 +288,10 @@ class Rank:
         """Hugging Face layout (config, safetensors, tokenizer, generation config) in the dtype the model came in."""
         from weight_sync import PolicySource
 
-        config = self.model.config
-        names = [(name, tensor.cpu()) for name, tensor in PolicySource(self.model, torch.float32, tied_head=False)]
+        tensors = {}
+        for name, tensor in PolicySource(self.model, torch.float32, tied_head=False):     # every rank joins each gather, rank 0 keeps it
+            if self.rank == 0:
+                tensors[name] = tensor.cpu()
         if self.rank:
             return
         from huggingface_hub import save_torch_state_dict
@@ -295,10 +299,11 @@ class Rank:
 
         dtype = AutoConfig.from_pretrained(self.path).dtype or torch.float32
         Path(path).mkdir(parents=True, exist_ok=True)
-        save_torch_state_dict({name: tensor.to(dtype) for name, tensor in names}, path)
+        save_torch_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, path)
         AutoConfig.from_pretrained(self.path).save_pretrained(path)
         AutoTokenizer.from_pretrained(self.path).save_pretrained(path)
-        GenerationConfig.from_model_config(config).save_pretrained(path)
+        if Path(self.path, "generation_config.json").exists():
+            GenerationConfig.from_pretrained(self.path).save_pretrained(path)
 
     def parameters(self) -> dict[str, Tensor]:
         """Whole parameters by name, for tests and audits."""
@@ -322,9 +327,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 class Trainer:
     """The policy as the loop sees it: logprobs, update, send_weights, save, load, export; every call is awaited."""
 
-    def __init__(self, model: str, cfg: TrainerConfig, loss: LossConfig, dtype: str, steps: int, seed: int, options: dict, ref: bool = False):
+    def __init__(self, model: str, cfg: TrainerConfig, loss: LossConfig, device: str, dtype: str, steps: int, seed: int, options: dict, ref: bool = False):
         self.cfg, self.with_ref = cfg, ref
-        self.ranks = [Rank.options(**options).remote(rank, cfg.trainers, model, cfg, loss, dtype, steps, seed) for rank in range(cfg.trainers)]
+        self.ranks = [Rank.options(**options).remote(rank, cfg.trainers, model, cfg, loss, device, dtype, steps, seed) for rank in range(cfg.trainers)]
 
     async def _all(self, method: str, *args) -> list:
         return await asyncio.gather(*[getattr(rank, method).remote(*args) for rank in self.ranks])

@@ -215,15 +215,23 @@ def open_transfer(backend: str, rank: int, source: PolicySource, engines: list, 
     return WeightTransferTrainerFactory.trainer_init(info, client=EngineClient(engines, workers_per_engine), source=source)
 
 
-async def publish(trainer, engines: list, version: int) -> None:
+async def publish(trainer, engines: list, version: int, deadline: float = 600.0) -> None:
     """Bring the trainer's weights to every engine as `version`: pause(keep), send, check coverage, relabel, resume.
 
     The label changes just before resume, when no token of the old weights can still arrive. Caches of the old weights
-    are dropped by the pause. Raises RuntimeError, engines left paused, when some engine parameter was not reached.
+    are dropped by the pause. Raises RuntimeError, engines left paused, when some engine parameter was not reached or
+    after `deadline` seconds, naming what it waited for: vLLM's transfer itself never gives up.
     """
-    await asyncio.gather(*[e.pause.remote() for e in engines])
-    await trainer.send_weights()
-    missing = {name for names in await asyncio.gather(*[e.missing_weights.remote() for e in engines]) for name in names}
+    phase = "the engines to pause"
+    try:
+        async with asyncio.timeout(deadline):
+            await asyncio.gather(*[e.pause.remote() for e in engines])
+            phase = "the weights to be sent and received"
+            await trainer.send_weights()
+            phase = "the engines to say what they received"
+            missing = {name for names in await asyncio.gather(*[e.missing_weights.remote() for e in engines]) for name in names}
+    except TimeoutError:
+        raise RuntimeError(f"Publishing version {version}: waited {deadline:.0f} s for {phase}. A rank or an engine is stuck or dead.") from None
     if missing:
         raise RuntimeError(
             f"Publishing version {version} did not reach {len(missing)} engine parameters: {', '.join(sorted(missing)[:8])}. They would go on with "

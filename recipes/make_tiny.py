@@ -90,8 +90,8 @@ async def main(cfg: Config) -> None:
     order = torch.Generator().manual_seed(cfg.seed)
     options = dict(num_cpus=0, runtime_env={"env_vars": {"OMP_NUM_THREADS": str(os.cpu_count())}})
     for rate, target in zip(cfg.rates, cfg.targets):
-        training = TrainerConfig(learning_rate=rate, warmup_steps=20)
-        trainer = Trainer(str(Path(cfg.out).resolve()), training, LossConfig(), "float32", cfg.steps, cfg.seed, options)
+        training = TrainerConfig(learning_rate=rate, warmup_steps=20, decay="constant")
+        trainer = Trainer(str(Path(cfg.out).resolve()), training, LossConfig(), "cpu", "float32", cfg.steps, cfg.seed, options)
         print(f"{await trainer.start():,} parameters, {len(train)} training sums, {len(held_out)} held out; learning rate {rate} until {target}")
         for step in range(1, cfg.steps + 1):
             chosen = torch.randint(len(train), (cfg.batch,), generator=order).tolist()
@@ -102,6 +102,8 @@ async def main(cfg: Config) -> None:
                 print(f"step {step}: loss {metrics['loss']:.4f}, greedy accuracy {accuracy:.3f}", flush=True)
                 if accuracy >= target:
                     break
+        else:
+            sys.exit(f"The policy did not reach {target} in {cfg.steps} steps. Try another --seed or more --steps.")
     ray.shutdown()
 
 

