@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -195,7 +196,9 @@ def start_ray(address: str | None) -> None:
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",        # vLLM's ipc transfer sends handles of GPU memory between our own processes
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",           # on a CPU the engine core then runs its worker itself: one process less
         "OMP_WAIT_POLICY": "PASSIVE"}                    # idle threads sleep: engine and trainer share the cores
-    os.environ["RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"] = "true"   # an engine's processes die with its actor
+    if address is None:                                  # if this process is killed outright, nothing it started stays
+        subprocess.Popen([sys.executable, str(ROOT / "recipes/reap.py"), str(os.getpid())], start_new_session=True,
+                         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     private = {} if address else {"object_store_memory": 512 * 2**20, "include_dashboard": False}
     try:
         ray.init(address=address or "local", logging_level="ERROR", log_to_driver=False, runtime_env={"env_vars": environment}, **private)

@@ -170,7 +170,8 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
     assert [r["version"] for r in steps] == list(range(1, 131))
     for name in ("staleness_mean", "staleness_max", "mismatch_kl", "logprob_gap_max", "grad_norm", "tokens_per_second", "generation_seconds", "train_seconds", "publish_seconds", "step_seconds"):
         assert all(name in r for r in steps), name
-    assert max(r["logprob_gap_max"] for r in steps) <= 1e-4 and max(r["staleness_max"] for r in steps) == 0
+    assert max(r["logprob_gap_max"] for r in steps) <= 5e-4 and max(r["logprob_gap_mean"] for r in steps) <= 1e-5      # over 33,000 rollouts
+    assert max(r["staleness_max"] for r in steps) == 0
     for name in ("config.json", "reward.png", "tensorboard", "rollouts/000130.npz", "checkpoints/000130/run.json", "hf/model.safetensors", "hf/tokenizer.json"):
         assert (directory / name).exists(), name
     assert "WARNING" not in output and "Traceback" not in output and len(output.splitlines()) < 80, output
