@@ -129,7 +129,7 @@ def test_a_run_killed_and_resumed_is_the_unbroken_run(tmp_path):
     marker = f"nanomolt-test-{os.getpid()}"
     broken = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *SMALL, "--name", "broken"], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, env=os.environ | {"MARKER": marker})
     run, deadline = tmp_path / "runs" / "broken", time.monotonic() + 240
-    while not (run / "metrics.jsonl").exists() or metrics(run)[-1]["step"] < 4:
+    while len(read_rows(run / "metrics.jsonl")) < 5:                           # the start's eval and steps 1 to 4
         assert time.monotonic() < deadline and broken.poll() is None
         time.sleep(0.05)
     broken.kill()
@@ -183,7 +183,7 @@ def test_an_interrupted_run_says_so_and_leaves_no_process(tmp_path, how):
     marker = f"nanomolt-{how.name}-{os.getpid()}"
     run = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *SMALL, "--steps", "500", "--name", "cut"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"MARKER": marker})
     deadline = time.monotonic() + 240
-    while not (tmp_path / "runs/cut/metrics.jsonl").exists() or len(metrics(tmp_path / "runs" / "cut")) < 3:
+    while len(read_rows(tmp_path / "runs/cut/metrics.jsonl")) < 3:
         assert time.monotonic() < deadline and run.poll() is None
         time.sleep(0.1)
     run.send_signal(how)
