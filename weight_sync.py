@@ -141,7 +141,7 @@ class Receiver:
                 self.needed = elements(model)                # now, at the start of an update: outside one, packed weights are empty
             reached = set()
             for name, weight in weights:                     # one at a time: so each element is booked on the parameter it went to
-                for parameter in load([(name, weight)]):
+                for parameter in (held_name(p, self.needed) for p in load([(name, weight)])):
                     self.loaded[parameter] = self.loaded.get(parameter, 0) + weight.numel()
                     reached.add(parameter)
             return reached
@@ -155,6 +155,13 @@ class Receiver:
         """
         loaded, self.loaded = self.loaded, {}
         return [name for name, n in self.needed.items() if name not in loaded or loaded[name] < n]
+
+
+def held_name(reported: str, held: dict[str, int]) -> str:
+    """The model's name of a parameter that load_weights reports: a wrapper layer's is left out of it (experts.w2 for experts.routed_experts.w2)."""
+    module, _, leaf = reported.rpartition(".")
+    inside = [] if reported in held else [name for name in held if name.startswith(f"{module}.") and name.endswith(f".{leaf}")]
+    return inside[0] if len(inside) == 1 else reported
 
 
 def elements(model: torch.nn.Module) -> dict[str, int]:
