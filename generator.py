@@ -32,6 +32,7 @@ class GeneratorConfig:
     prompts: str | None = None         # JSONL file or Hugging Face data set of prompts (prompt or messages, label, tools); None = the agent's
     prompts_per_step: int = 32         # P, prompt groups of a training step
     group_size: int = 8                # G, rollouts of a prompt
+    dynamic_filter: tuple[float, float] | None = None   # keep groups whose mean reward lies strictly between the two, replace the others; None = keep all
     context_length: int = 128          # tokens of prompt and all turns together
     max_new_tokens: int | None = 8     # tokens of one answer; None = whatever the context leaves
     temperature: float = 1.0           # sampling temperature in training; the trainer divides its logits by it
@@ -48,6 +49,9 @@ class GeneratorConfig:
         for name in ("prompts_per_step", "group_size", "engines", "agent_workers", "context_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: want at least 1.")
+        if self.dynamic_filter and (self.group_size == 1 or not self.dynamic_filter[0] < self.dynamic_filter[1]):
+            raise ValueError(f"--dynamic-filter {self.dynamic_filter[0]} {self.dynamic_filter[1]}: want the lower limit first, then a higher one, and --group-size "
+                             f"above 1 (it is {self.group_size}): it keeps prompts that are neither always solved nor never.")
         if self.temperature <= 0:
             raise ValueError(f"--temperature {self.temperature}: training samples, so it must be above 0. Greedy decoding is for evals.")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -361,11 +365,13 @@ class PromptStream:
     """An endless, seeded order of prompts: number n is position n % len of epoch n // len, each epoch shuffled anew."""
 
     def __init__(self, prompts: list[dict], seed: int):
-        self.prompts, self.seed = prompts, seed
+        self.prompts, self.seed, self.shuffled = prompts, seed, -1
 
     def __getitem__(self, n: int) -> dict:
         epoch, place = divmod(n, len(self.prompts))
-        return self.prompts[np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts))[place]]
+        if epoch != self.shuffled:                               # a million prompts take 20 ms to shuffle: once an epoch
+            self.shuffled, self.order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts))
+        return self.prompts[self.order[place]]
 
     def epoch(self, n: int) -> int:
         return n // len(self.prompts)
@@ -378,11 +384,13 @@ class Pool:
     `take(P)` waits for the first P groups **in order of start**, even when younger ones are complete. A group that ends
     with fewer than `min_rollouts` usable rollouts is dropped and counted, and its replacement goes to the back. A slot is
     freed by `release`, which the loop calls after `publish`: so with slots = (max_staleness + 1) * P no group starts more
-    than max_staleness versions before it is trained. The pool lives in the driver's event loop, which nothing may block.
+    than max_staleness versions before it is trained. With a `band` a group whose mean reward is not strictly inside it is
+    dropped like one that failed (DAPO's dynamic sampling, arXiv:2503.14476). The pool lives in the driver's event loop, which nothing may block.
     """
 
-    def __init__(self, stream: PromptStream, run_group: Callable[[int, dict], Awaitable[Group]], slots: int, min_rollouts: int, give_up_after: int = 256):
-        self.stream, self.run_group, self.slots, self.min_rollouts, self.give_up_after = stream, run_group, slots, min_rollouts, give_up_after
+    def __init__(self, stream: PromptStream, run_group: Callable[[int, dict], Awaitable[Group]], slots: int, min_rollouts: int,
+                 band: tuple[float, float] | None = None, give_up_after: int = 256):
+        self.stream, self.run_group, self.slots, self.min_rollouts, self.band, self.give_up_after = stream, run_group, slots, min_rollouts, band, give_up_after
         self.next = 0                            # next number of the prompt stream
         self.running: deque[tuple[int, asyncio.Task]] = deque()   # in order of start
         self.taken = 0                           # groups that take handed out and release has not freed
@@ -414,7 +422,11 @@ class Pool:
             self.head_seconds += max(0.0, time.monotonic() - max(began, min(younger))) if younger else 0.0
             self.ended.pop(n, None)
             self.dropped.update(group.dropped)
-            if len(group.rollouts) >= self.min_rollouts:
+            usable = len(group.rollouts) >= self.min_rollouts
+            if usable and self.band and not self.band[0] < sum(segments[0].reward for segments in group.rollouts) / len(group.rollouts) < self.band[1]:
+                usable = False
+                self.dropped.update(filtered=len(group.rollouts))
+            if usable:
                 groups.append(group)
                 self.taken, lost = self.taken + 1, 0
                 continue
@@ -423,7 +435,8 @@ class Pool:
                 first = f" First error: {group.errors[0]}." if group.errors else ""
                 raise ValueError(
                     f"{lost} prompt groups in a row were dropped while {count - len(groups)} were wanted; rollouts lost so far: {dict(self.dropped)}.{first} "
-                    "prompt_too_long: raise --context-length. error_*: see the message. unscored: the agent returned no reward.")
+                    "prompt_too_long: raise --context-length. error_*: see the message. unscored: the agent returned no reward. "
+                    "filtered: every prompt is solved always or never; widen --dynamic-filter or change the prompts.")
             self.fill()
         return groups
 

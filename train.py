@@ -31,9 +31,9 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from estimators import ESTIMATORS, Batch, EstimatorConfig, collate
+from estimators import ESTIMATORS, Batch, EstimatorConfig, collate, shape_rewards, value_targets
 from generator import AgentWorker, Engine, GeneratorConfig, Group, Pool, PromptStream, read_prompts
-from losses import AGGREGATIONS, LossConfig
+from losses import AGGREGATIONS, LossConfig, adapt_kl_scale
 from trainer import Trainer, TrainerConfig
 
 ROOT = Path(__file__).resolve().parent
@@ -76,9 +76,17 @@ class Config:
         if estimator.groups and gen.group_size == 1:
             raise ValueError(f"--estimator {self.estimator} compares the rollouts of one prompt, so --group-size 1 leaves it nothing. "
                              "Use at least 2, or --estimator reinforce.")
-        if self.estimation.kl_reward_coef and not estimator.kl_reward:
-            raise ValueError(f"--kl-reward-coef is not read by --estimator {self.estimator}. "
-                             "Use --kl-coef (KL in the loss), or --estimator reinforce.")
+        for name in estimator.unread(self.estimation):
+            readers = [other for other, method in ESTIMATORS.items() if name not in method.unread(self.estimation)]
+            raise ValueError(f"--{name.replace('_', '-')} is not read by --estimator {self.estimator}, only by {', '.join(readers)}. Leave it out, or change --estimator.")
+        if estimator.teacher and train.ref is None:
+            raise ValueError(f"--estimator {self.estimator} learns from a teacher: name it with --ref (a directory in Hugging Face layout or a hub id, same tokenizer).")
+        if train.critic and not estimator.critic:
+            raise ValueError(f"--critic {train.critic}: --estimator {self.estimator} has no critic. Use --estimator gae.")
+        if train.ref and not self.reference:
+            raise ValueError(f"--ref {train.ref}: nothing reads a reference policy. Use --kl-coef, --kl-reward-coef or --estimator on_policy_distill.")
+        if self.losses.kl_target and not (self.losses.kl_coef or self.estimation.kl_reward_coef):
+            raise ValueError(f"--kl-target {self.losses.kl_target} steers a KL coefficient, and none is set. Use --kl-coef or --kl-reward-coef.")
         if self.losses.loss == "reinforce" and train.optimizer_steps > 1:
             raise ValueError(f"--loss reinforce has no ratio to clip, so it takes one optimizer step a batch; --epochs {train.epochs} times "
                              f"--minibatches {train.minibatches} is {train.optimizer_steps}. Use --loss ppo.")
@@ -92,8 +100,8 @@ class Config:
 
     @property
     def reference(self) -> bool:
-        """A KL is asked for, so the reference policy is loaded."""
-        return bool(self.losses.kl_coef or self.estimation.kl_reward_coef)
+        """A KL or a teacher is asked for, so the reference policy is loaded."""
+        return bool(self.losses.kl_coef or self.estimation.kl_reward_coef or ESTIMATORS[self.estimator].teacher)
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,8 @@ class Plan:
     """What the flags come to on this machine."""
 
     model: str                         # absolute path, or hub id
-    ref_model: str
+    ref: str
+    critic: str
     device: str
     dtype: str
     transfer: str                      # weight transfer backend
@@ -118,7 +127,8 @@ class Plan:
             ("device", f"{self.device}, {self.gpus} GPUs, {self.cores} cores; forward in {self.dtype}, master weights in float32"),
             ("engines", f"{gen.engines} vLLM x {gen.engine_tp_size} {'GPU' if self.gpus else 'process'}, weights {weights:.3f} GB each"),
             ("trainers", f"{train.trainers} FSDP2 ranks, {self.parameters * 16 / gb / train.trainers:.3f} GB each (master, gradient, two moments)"
-                         + (f", reference {self.parameters * 4 / gb / train.trainers:.3f} GB" if cfg.reference else "")),
+                         + (f", reference {self.parameters * 4 / gb / train.trainers:.3f} GB if as large" if cfg.reference else "")
+                         + (f", critic {self.parameters * 16 / gb / train.trainers:.3f} GB if as large" if ESTIMATORS[cfg.estimator].critic else "")),
             ("agents", f"{gen.agent_workers} workers of {gen.agent}"),
             ("transfer", f"{self.transfer}, group of {1 + gen.engines * gen.engine_tp_size}"),
             ("step", f"{gen.prompts_per_step} prompts x {gen.group_size} rollouts, {train.optimizer_steps} optimizer steps, strictly on-policy"),
@@ -141,16 +151,14 @@ def resolve(cfg: Config) -> Plan:
                          f"has {gpus}. Lower --trainers, --engines or --engine-tp-size, or use --device cpu.")
     if device == "cpu" and gen.engine_tp_size > 1:
         raise ValueError(f"--engine-tp-size {gen.engine_tp_size}: on a CPU an engine is one process. Use --engines for more of them.")
-    model, ref_model = locate(cfg.model), locate(cfg.trainer.ref_model or cfg.model)
-    if (Path(model).exists() or model.count(os.sep) != 1) and not Path(model, "config.json").is_file():
-        raise ValueError(f"--model {cfg.model}: no config.json there. Give a directory in Hugging Face layout (recipes/make_tiny.py makes the "
-                         "default one) or a hub id.")
-    from transformers import AutoConfig, AutoModelForCausalLM
+    model, config = read_model("--model", cfg.model)
+    ref, ref_config = read_model("--ref", cfg.trainer.ref or cfg.model)
+    critic, _ = read_model("--critic", cfg.trainer.critic or cfg.model)
+    if ref_config.vocab_size != config.vocab_size:
+        raise ValueError(f"--ref {cfg.trainer.ref} has a vocabulary of {ref_config.vocab_size} tokens, --model {cfg.model} one of {config.vocab_size}: "
+                         "logprobs of the same ids can only be compared under one tokenizer. Choose models of one family.")
+    from transformers import AutoModelForCausalLM
 
-    try:
-        config = AutoConfig.from_pretrained(model)
-    except OSError as error:
-        raise ValueError(f"--model {cfg.model} could not be loaded: {str(error).splitlines()[0]}") from None
     limit = config.max_position_embeddings
     if gen.context_length > limit:
         raise ValueError(f"--context-length {gen.context_length} is more than the {limit} positions of {cfg.model}; lower it.")
@@ -159,7 +167,21 @@ def resolve(cfg: Config) -> Plan:
     dtype = ("bfloat16" if device == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
     transfer = "gloo" if device == "cpu" else "ipc" if shared else "nccl"
     cores = len(os.sched_getaffinity(0))
-    return Plan(model, ref_model, device, dtype, transfer, gpus if device == "cuda" else 0, cores, parameters, bool(config.tie_word_embeddings))
+    return Plan(model, ref, critic, device, dtype, transfer, gpus if device == "cuda" else 0, cores, parameters, bool(config.tie_word_embeddings))
+
+
+def read_model(flag: str, name: str):
+    """(path or hub id, its config); raises ValueError that names the flag."""
+    from transformers import AutoConfig
+
+    model = locate(name)
+    if (Path(model).exists() or model.count(os.sep) != 1) and not Path(model, "config.json").is_file():
+        raise ValueError(f"{flag} {name}: no config.json there. Give a directory in Hugging Face layout (recipes/make_tiny.py makes the "
+                         "default one) or a hub id.")
+    try:
+        return model, AutoConfig.from_pretrained(model)
+    except OSError as error:
+        raise ValueError(f"{flag} {name} could not be loaded: {str(error).splitlines()[0]}") from None
 
 
 def locate(model: str) -> str:
@@ -177,9 +199,13 @@ class Parts:
     workers: list
 
 
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
+         "TOKENIZERS_PARALLELISM": "false"}
+
+
 def quiet() -> None:
     """Keep the libraries' import-time chatter off the terminal; it is harmless, and what matters raises."""
-    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= QUIET
     warnings.filterwarnings("ignore")
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -190,9 +216,8 @@ def quiet() -> None:
 
 def start_ray(address: str | None) -> None:
     """A private Ray, quiet, whose workers find our flat modules; or the cluster at `address`."""
-    environment = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false",
-        "TRANSFORMERS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
+    environment = QUIET | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "PYTHONWARNINGS": "ignore",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",        # vLLM's ipc transfer sends handles of GPU memory between our own processes
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",           # on a CPU the engine core then runs its worker itself: one process less
         "OMP_WAIT_POLICY": "PASSIVE"}                    # idle threads sleep: engine and trainer share the cores
@@ -215,8 +240,9 @@ async def start(cfg: Config, plan: Plan) -> Parts:
     engines = [Engine.options(num_cpus=0, num_gpus=gpu * gen.engine_tp_size, max_concurrency=100_000, runtime_env=engine_threads)
                .remote(plan.model, gen, plan.dtype, plan.transfer, plan.tie_word_embeddings) for _ in range(gen.engines)]
     ready = [engine.start.remote() for engine in engines]
-    training = replace(cfg.trainer, ref_model=plan.ref_model)
-    trainer = Trainer(plan.model, training, cfg.losses, plan.device, plan.dtype, cfg.steps, cfg.seed, dict(num_cpus=0, num_gpus=gpu, runtime_env=threads), ref=cfg.reference)
+    training = replace(cfg.trainer, ref=plan.ref, critic=plan.critic)
+    trainer = Trainer(plan.model, training, cfg.losses, plan.device, plan.dtype, cfg.steps, cfg.seed, dict(num_cpus=0, num_gpus=gpu, runtime_env=threads),
+                      ref=cfg.reference, critic=ESTIMATORS[cfg.estimator].critic)
     workers = [AgentWorker.options(num_cpus=0, max_concurrency=100_000).remote(plan.model, gen, engines) for _ in range(gen.agent_workers)]
     await asyncio.gather(trainer.start(), *ready)
     await trainer.open_transfer(plan.transfer, engines, gen.engine_tp_size)
@@ -224,22 +250,30 @@ async def start(cfg: Config, plan: Plan) -> Parts:
 
 
 # ---------------------------------------------------------------------------------------------------- the loop
-async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log: "Log", first: int) -> None:
+async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log: "Log", first: int, kl_scale: float) -> None:
     """One training step, a phase a line. version = batches trained = publishes = what vLLM samples with."""
     from weight_sync import publish
 
-    trainer, clock, aggregation = parts.trainer, log.clock, AGGREGATIONS[cfg.losses.aggregation]
+    trainer, clock, aggregation, method = parts.trainer, log.clock, AGGREGATIONS[cfg.losses.aggregation], ESTIMATORS[cfg.estimator]
     for version in range(first, cfg.steps):
         with clock("generation"):
             groups = await pool.take(cfg.generator.prompts_per_step)              # in order of start
         with clock("train"):
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             batch = collate(rollouts, aggregation, cfg.generator.temperature, cfg.trainer.minibatches, cfg.losses.mask_truncated)
+            batch.rollout_rewards = shape_rewards(batch, cfg.estimation, cfg.generator.context_length)   # [R]
             batch.old_logprobs = await trainer.logprobs(batch)                    # [B, T]  pi_old, the trainer's view of mu's tokens
             if cfg.reference:
-                batch.ref_logprobs = await trainer.logprobs(batch, ref=True)      # [B, T]
-            batch.advantages = ESTIMATORS[cfg.estimator](batch, cfg.estimation)   # [B, T]
+                batch.ref_logprobs, batch.kl_scale = await trainer.ref_logprobs(batch), kl_scale   # [B, T]
+            if method.critic:
+                batch.values = await trainer.values(batch)                        # [B, T]
+                batch.returns = value_targets(batch, cfg.estimation)              # [B, T]
+            batch.advantages = method(batch, cfg.estimation)                      # [B, T]
             metrics = await trainer.update(batch, cfg.losses.loss)                # losses.py, backward, optimizer steps
+            if method.critic:
+                metrics |= await trainer.update(batch, "value")
+            if cfg.reference:
+                kl_scale = adapt_kl_scale(kl_scale, metrics["ref_kl"], len(rollouts), cfg.losses)
         with clock("publish"):
             await publish(trainer, parts.engines, version + 1)                    # from here on vLLM samples the new weights
         row = log.row(version, batch, groups, pool, metrics)
@@ -247,7 +281,7 @@ async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log:
             row |= await evaluate(cfg, parts, held_out, version + 1)              # before the next publish: one version
         log.write(row)
         if due(cfg.checkpoint_every, version + 1, cfg.steps):
-            await log.checkpoint(version + 1, trainer, pool)
+            await log.checkpoint(version + 1, trainer, pool, kl_scale)
         pool.release(len(groups))                                                 # so many new prompts may start
 
 
@@ -373,10 +407,10 @@ class Log:
         gap = (batch.old_logprobs - batch.behaviour_logprobs)[response].abs()       # [N] nats
         seconds = {"generation_seconds": 0.0, "train_seconds": 0.0, "publish_seconds": 0.0} | self.clock.take()
         infos = [segments[-1].info for g in groups for segments in g.rollouts]
-        rewards, tokens = batch.rollout_rewards, int(response.sum())
+        rewards, tokens = batch.raw_rewards, int(response.sum())
         row = {
             "step": version + 1, "version": version + 1, "epoch": pool.stream.epoch(groups[-1].index),
-            "reward": rewards.mean().item(), "reward_std": rewards.std(unbiased=False).item(), "truncated_frac": batch.truncated.float().mean().item(),
+            "reward": rewards.mean().item(), "shaped_reward": batch.rollout_rewards.mean().item(), "reward_std": rewards.std(unbiased=False).item(), "truncated_frac": batch.truncated.float().mean().item(),
             "staleness_mean": staleness.float().mean().item(), "staleness_max": staleness.max().item(),
             "logprob_gap_max": gap.max().item(), "logprob_gap_mean": gap.mean().item(),
             "rollouts": len(rewards), "response_tokens": tokens, "response_length": tokens / len(rewards), "tokens_per_second": tokens / seconds["step_seconds"],
@@ -385,15 +419,22 @@ class Log:
         for name in {k for info in infos for k, v in info.items() if isinstance(v, (int, float))}:
             values = [info[name] for info in infos if name in info]
             row[f"info/{name}"] = sum(values) / len(values)
+        if batch.ref_logprobs is not None:
+            row["kl_scale"] = batch.kl_scale
+        if batch.values is not None:
+            spread = batch.returns[response].var(unbiased=False)
+            row["explained_variance"] = (1 - (batch.returns - batch.values)[response].var(unbiased=False) / spread).item() if spread > 0 else 0.0
+        if metrics["mismatch_cut_frac"] > 0.999 and self.cfg.losses.mismatch_mode == "mask":
+            console.print(f"[yellow]step {version + 1}: --mismatch-mode mask dropped every token, so nothing was learned.[/] Widen --mismatch-low/-high or --mismatch-limit.")
         pool.head_seconds = 0.0
         if self.cfg.save_rollouts:
-            save_rollouts(self.directory / "rollouts" / f"{version + 1:06d}.npz", groups)
+            save_rollouts(self.directory / "rollouts" / f"{version + 1:06d}.npz", groups, batch)
         return row
 
-    async def checkpoint(self, version: int, trainer: Trainer, pool: Pool) -> None:
+    async def checkpoint(self, version: int, trainer: Trainer, pool: Pool, kl_scale: float) -> None:
         """checkpoints/<version>: trainer state and the pool's place; it counts as finished only under its final name."""
         path = (self.directory / "checkpoints" / f"{version:06d}").resolve()
-        await trainer.save(path, {"version": version, "pool": pool.state()})
+        await trainer.save(path, {"version": version, "pool": pool.state(), "kl_scale": kl_scale})
         for old in sorted(finished_checkpoints(self.directory))[: -self.cfg.keep_checkpoints]:
             shutil.rmtree(old)
         self.clock.take()
@@ -428,12 +469,19 @@ class Log:
             self.wandb.finish()
 
 
-def save_rollouts(path: Path, groups: list[Group]) -> None:
-    """Every trained trajectory of a step as flat arrays: segment i owns [offsets[i], offsets[i + 1]) of the token arrays."""
+def save_rollouts(path: Path, groups: list[Group], batch: Batch) -> None:
+    """Every trained trajectory of a step as flat arrays: segment i owns [offsets[i], offsets[i + 1]) of the token arrays.
+
+    With what the trainer computed before the update (old_logprobs, and ref_logprobs and values where there are such), so
+    that recipes/explain.py can show how each token was trained.
+    """
     import numpy as np
 
-    rows = [s for g in groups for segments in g.rollouts for s in segments]
+    rows = [s for g in groups for segments in g.rollouts for s in segments]           # in the order of the batch's rows
     tokens = {name: np.concatenate([getattr(s, name) for s in rows]) for name in ("token_ids", "response_mask", "behaviour_logprobs", "policy_versions")}
+    for name in ("old_logprobs", "ref_logprobs", "values"):
+        if (tensor := getattr(batch, name)) is not None:
+            tokens[name] = np.concatenate([row[: len(s)].numpy() for row, s in zip(tensor, rows)])
     np.savez_compressed(
         path, **tokens, offsets=np.cumsum([0] + [len(s) for s in rows]), rollout=[s.rollout for s in rows], group=[s.group for s in rows],
         reward=[s.reward for s in rows], truncated=[s.truncated for s in rows], info=[json.dumps(s.info, default=str) for s in rows])
@@ -480,11 +528,11 @@ async def run(cfg: Config, plan: Plan, directory: Path) -> None:
             return (await parts.workers[n % len(parts.workers)].run_groups.remote([(n, prompt)], n % len(parts.engines), gen.group_size, gen.temperature, cfg.seed, "train"))[0]
 
         minimum = min(2, gen.group_size) if ESTIMATORS[cfg.estimator].groups else 1
-        pool = Pool(PromptStream(prompts, cfg.seed), run_group, slots=gen.prompts_per_step, min_rollouts=minimum)
+        pool = Pool(PromptStream(prompts, cfg.seed), run_group, slots=gen.prompts_per_step, min_rollouts=minimum, band=gen.dynamic_filter)
         if "pool" in saved:
             pool.load_state(saved["pool"])
         log.clock.take()
-        await loop(cfg, parts, pool, held_out, log, first)
+        await loop(cfg, parts, pool, held_out, log, first, saved.get("kl_scale", 1.0))
         pool.cancel()
         await parts.trainer.export((directory / "hf").resolve())
         finished = f"done: {directory}/ has reward.png, metrics.jsonl, tensorboard/, rollouts/, checkpoints/ and hf/ (for transformers and vLLM)"
@@ -500,7 +548,10 @@ async def run(cfg: Config, plan: Plan, directory: Path) -> None:
 def from_dict(cls, values: dict):
     """config.json back into its dataclass."""
     rooms = {f.name: f.type.__origin__ for f in fields(cls) if isinstance(values.get(f.name), dict)}
-    return cls(**{f.name: from_dict(rooms[f.name], values[f.name]) if f.name in rooms else values[f.name] for f in fields(cls) if f.name in values})
+    def value(f):
+        seen = values[f.name]
+        return from_dict(rooms[f.name], seen) if f.name in rooms else tuple(seen) if isinstance(seen, list) else seen
+    return cls(**{f.name: value(f) for f in fields(cls) if f.name in values})
 
 
 def parse(args: list[str] | None = None) -> tuple[Config, Path]:

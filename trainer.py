@@ -1,4 +1,4 @@
-"""trainer.py owns the policy under training: model, sharding, logprobs, micro-batches, optimizer, reference, checkpoints.
+"""trainer.py owns the models under training: sharding, logprobs, values, micro-batches, optimizers, reference, checkpoints.
 
 It knows no rollouts and no rewards, and does not choose an estimator: it is given a Batch. `Trainer` is the driver's
 handle; the work is done by N `Rank` actors (Ray) under FSDP2, one a GPU, or gloo processes on a CPU. Master weights
@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from estimators import Batch
-from losses import LossConfig, step_loss
+from estimators import PER_ROLLOUT, Batch
+from losses import LossConfig, critic_step_loss, step_loss
 
 
 # ---------------------------------------------------------------------------------------------------- configuration
@@ -33,6 +33,7 @@ class TrainerConfig:
 
     trainers: int = 1                  # N, ranks that share the policy (FSDP2)
     learning_rate: float = 3e-4        # peak learning rate of AdamW
+    critic_learning_rate: float = 1e-3   # that of the critic (gae)
     warmup_steps: int = 10             # optimizer steps of linear warm-up
     decay: Literal["constant", "linear", "cosine"] = "linear"   # what the learning rate does after the warm-up, to 0 at the last step
     beta1: float = 0.9                 # AdamW
@@ -43,7 +44,8 @@ class TrainerConfig:
     minibatches: int = 1               # optimizer steps a pass
     tokens_per_microbatch: int = 16384   # rows times longest row of one forward and backward, tokens
     activation_checkpointing: bool = False   # recompute activations in the backward: less memory, more time
-    ref_model: str | None = None       # reference policy; None = the run's starting model, loaded only if a KL asks for it
+    ref: str | None = None             # reference policy of a KL (None = the run's starting model), or the teacher to distill from
+    critic: str | None = None          # model that the critic starts from, with a new head (gae); None = the run's starting model
 
     def __post_init__(self):
         for name in ("trainers", "epochs", "minibatches", "tokens_per_microbatch"):
@@ -87,7 +89,7 @@ def take_rows(batch: Batch, rows: list[int]) -> Batch:
     cut = {}
     for f in fields(batch):
         value = getattr(batch, f.name)
-        if isinstance(value, Tensor) and not f.name.startswith("rollout_") and f.name != "truncated":
+        if isinstance(value, Tensor) and f.name not in PER_ROLLOUT:
             value = value[rows, :longest] if value.dim() == 2 else value[rows]
         cut[f.name] = value
     small = Batch(**cut)
@@ -95,36 +97,49 @@ def take_rows(batch: Batch, rows: list[int]) -> Batch:
 
 
 # ---------------------------------------------------------------------------------------------------- forward
-def align(logits: Tensor, token_ids: Tensor, first: int, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Logits of columns first-1 .. t-2 -> log p of tokens first .. t-1, and entropy of each distribution, both [b, t].
+def align(states: Tensor, first: int) -> Tensor:
+    """What the states of columns first-1 .. t-2 say, [b, t-first], -> [b, t], 0 before `first`.
 
-    This is the one place where the shift happens: column t of the result is about token t (logits of column t-1).
-    Columns before `first` are 0. Logits [b, t-first, V] are already divided by the temperature; nats.
+    This is the one place where the shift happens: column t of the result is about token t and comes from the state
+    before it, whether logprob, entropy or value (V_t does not know token t).
     """
-    targets = token_ids[:, first:]                                                 # [b, t-first]
-    logprobs = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-    h = torch.distributions.Categorical(logits=logits).entropy() if entropy else None   # [b, t-first]
-    return F.pad(logprobs, (first, 0)), None if h is None else F.pad(h, (first, 0))   # [b, t]
+    return F.pad(states, (first, 0))
+
+
+def head_columns(batch: Batch, device: torch.device) -> tuple[Tensor, int]:
+    """(token ids [b, t], first response column): the states before it are of no use to anybody."""
+    response = batch.response_mask.any(0).nonzero()
+    first = max(int(response[0]) if len(response) else batch.token_ids.shape[1] - 1, 1)
+    return batch.token_ids.to(device).long(), first
 
 
 def forward(model, batch: Batch, device: torch.device, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-    """logprobs (and entropy) [b, t] of the batch's tokens, exact on response tokens; float32 whatever the compute dtype.
+    """logprobs (and entropy), nats, [b, t] of the batch's tokens, exact on response tokens; float32 whatever the compute dtype.
 
     Rows are padded on the right, so causal attention needs no mask. The head runs only from the first response column on.
     """
-    token_ids = batch.token_ids.to(device).long()                                  # [b, t]
-    response = batch.response_mask.any(0).nonzero()
-    first = max(int(response[0]) if len(response) else token_ids.shape[1] - 1, 1)
+    token_ids, first = head_columns(batch, device)                                 # [b, t]
     keep = torch.arange(first - 1, token_ids.shape[1] - 1, device=device)
     logits = model(input_ids=token_ids, use_cache=False, logits_to_keep=keep).logits.float() / batch.temperature   # [b, t-first, V]
-    return align(logits, token_ids, first, entropy)
+    targets = token_ids[:, first:]                                                 # [b, t-first]
+    logprobs = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    h = align(torch.distributions.Categorical(logits=logits).entropy(), first) if entropy else None   # [b, t]
+    return align(logprobs, first), h                                               # [b, t]
+
+
+def forward_values(model, batch: Batch, device: torch.device) -> Tensor:
+    """V_t [b, t], units of reward: what the critic expects from token t on, told only what stands before it."""
+    token_ids, first = head_columns(batch, device)                                 # [b, t]
+    values = model(input_ids=token_ids, use_cache=False).logits[..., 0].float()    # [b, t]
+    return align(values[:, first - 1: -1], first)                                  # [b, t]
 
 
 # ---------------------------------------------------------------------------------------------------- model
-def load_model(path: str, dtype: torch.dtype, device: torch.device, activation_checkpointing: bool):
+def load_model(path: str, dtype: torch.dtype, device: torch.device, activation_checkpointing: bool = False, critic: bool = False):
     """The model at `path` with float32 master weights, sharded by FSDP2 over all ranks, computing in `dtype`.
 
     GPU: AutoModel's own classes. CPU: transformers' class under AutoModel's parallelizer (its loader wants a CUDA device).
+    `critic`: the same backbone under a new head with one output a token (a token classifier of one label).
     AutoModel does not shard one rank, which would also drop the dtype policy: there fully_shard is called here, so that
     compute dtype, checkpoint and publish are one code at every number of ranks.
     """
@@ -133,19 +148,21 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, activation_c
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    head = {"num_labels": 1} if critic else {}
     setup = None
     if device.type == "cuda" or dist.get_world_size() > 1:
         from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
 
         setup = DistributedSetup.build(FSDP2Config(mp_policy=policy), activation_checkpointing=activation_checkpointing)
     if device.type == "cuda":
-        from nemo_automodel import NeMoAutoModelForCausalLM
+        from nemo_automodel import NeMoAutoModelForCausalLM, NeMoAutoModelForTokenClassification
 
-        model = NeMoAutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float32, distributed_setup=setup, attn_implementation="sdpa")
+        cls = NeMoAutoModelForTokenClassification if critic else NeMoAutoModelForCausalLM
+        model = cls.from_pretrained(path, torch_dtype=torch.float32, distributed_setup=setup, attn_implementation="sdpa", **head)
     else:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = (AutoModelForTokenClassification if critic else AutoModelForCausalLM).from_pretrained(path, dtype=torch.float32, **head)
         if setup is not None:
             from nemo_automodel.components.distributed.model_parallelizer import parallelize_model
 
@@ -157,7 +174,7 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, activation_c
         for layer in next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model
+    return model.train(activation_checkpointing)      # else as in eval: dropout would make the forward another model's
 
 
 def learning_rate(cfg: TrainerConfig, total: int, step: int) -> float:
@@ -168,10 +185,43 @@ def learning_rate(cfg: TrainerConfig, total: int, step: int) -> float:
     return {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 + torch.cos(torch.tensor(torch.pi * (1 - left))).item())}[cfg.decay]
 
 
+class Learner:
+    """A sharded model with its optimizer and learning-rate schedule: the policy, or the critic."""
+
+    def __init__(self, model, rate: float, cfg: TrainerConfig, steps: int):
+        self.model, self.max_norm = model, cfg.max_grad_norm
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: learning_rate(cfg, steps * cfg.optimizer_steps, step))
+
+    def step(self) -> tuple[float, float]:
+        """One AdamW step on the gradients that are there; returns (their norm before clipping, learning rate)."""
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm))
+        if not torch.isfinite(norm):
+            raise ValueError(f"The gradient norm is {norm.item()}: the model has diverged or a logprob is not finite. Lower the learning rate; resume from the last checkpoint.")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        rate = self.scheduler.get_last_lr()[0]
+        self.scheduler.step()
+        return float(norm), rate
+
+    def state(self) -> dict:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()["last_epoch"]}
+
+    def load_state(self, state: dict) -> None:
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.scheduler.load_state_dict(self.scheduler.state_dict() | {"last_epoch": state["scheduler"]})
+        self.scheduler._last_lr = [g["lr"] for g in self.optimizer.param_groups]
+
+
 # ---------------------------------------------------------------------------------------------------- rank
 @ray.remote(max_restarts=0)
 class Rank:
-    """One FSDP2 rank: its shard of the policy, of the optimizer and, if asked for, of the reference policy."""
+    """One FSDP2 rank: its shard of the policy and, if asked for, of the reference policy and of the critic."""
 
     def __init__(self, rank: int, world: int, model: str, cfg: TrainerConfig, loss: LossConfig, device: str, dtype: str, steps: int, seed: int):
         self.rank, self.world, self.path, self.cfg, self.loss, self.steps, self.seed = rank, world, model, cfg, loss, steps, seed
@@ -186,60 +236,62 @@ class Rank:
             s.bind(("", 0))
             return ray.util.get_node_ip_address(), s.getsockname()[1]
 
-    def start(self, address: str, port: int, ref: bool) -> int:
-        """Join the process group, load and shard; returns the number of parameters."""
+    def start(self, address: str, port: int, ref: bool, critic: bool) -> int:
+        """Join the process group, load and shard; returns the number of parameters of the policy."""
         import torch.distributed as dist
 
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), RANK=str(self.rank), WORLD_SIZE=str(self.world), LOCAL_RANK="0")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         dist.init_process_group("cuda:nccl,cpu:gloo" if self.device.type == "cuda" else "gloo")
-        torch.manual_seed(self.seed)
-        self.model = load_model(self.path, self.dtype, self.device, self.cfg.activation_checkpointing)
-        self.model.train(self.cfg.activation_checkpointing)      # else as in eval: dropout would make the forward another policy's
-        self.ref = load_model(self.cfg.ref_model or self.path, self.dtype, self.device, False).eval() if ref else None
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=self.cfg.learning_rate, betas=(self.cfg.beta1, self.cfg.beta2), weight_decay=self.cfg.weight_decay)
-        total = self.steps * self.cfg.optimizer_steps
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: learning_rate(self.cfg, total, step))
+        torch.manual_seed(self.seed)                             # the critic's new head is the same on every rank
+        cfg, recompute = self.cfg, self.cfg.activation_checkpointing
+        self.model = load_model(self.path, self.dtype, self.device, recompute)
+        self.policy = Learner(self.model, cfg.learning_rate, cfg, self.steps)
+        self.ref = load_model(cfg.ref or self.path, self.dtype, self.device).eval() if ref else None
+        value_model = load_model(cfg.critic or self.path, self.dtype, self.device, recompute, critic=True) if critic else None
+        self.critic = Learner(value_model, cfg.critic_learning_rate, cfg, self.steps) if critic else None
         return sum(p.numel() for p in self.model.parameters())
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch, microbatches: list[list[int]], ref: bool) -> list[Tensor]:
-        """log p of the response tokens under the policy (or the reference), [b, t] for each micro-batch; 0 elsewhere."""
+    def per_token(self, batch: Batch, microbatches: list[list[int]], what: str) -> list[Tensor]:
+        """One number for each response token, [b, t] a micro-batch, 0 elsewhere: log p under the policy or the reference, or the value."""
         out = []
         for rows in microbatches:
             small = take_rows(batch, rows)
-            logprobs, _ = forward(self.ref if ref else self.model, small, self.device)
-            out.append(logprobs.cpu() * small.response_mask)
+            if what == "values":
+                numbers = forward_values(self.critic.model, small, self.device)
+            else:
+                numbers, _ = forward(self.ref if what == "ref_logprobs" else self.model, small, self.device)
+            out.append(numbers.cpu() * small.response_mask)
         return out
 
     def update(self, batch: Batch, plan: list[list[list[int]]], kind: str) -> dict[str, tuple[float, float]]:
-        """All optimizer steps of one batch: for each epoch and minibatch, its micro-batches, then one AdamW step."""
+        """All optimizer steps of one batch: for each epoch and minibatch, its micro-batches, then one AdamW step.
+
+        `kind` is a key of POLICY_LOSSES, or "value" for the critic.
+        """
+        learner, prefix = (self.critic, "critic_") if kind == "value" else (self.policy, "")
         metrics: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for microbatches in plan * self.cfg.epochs:
             for rows in microbatches:
                 small = take_rows(batch, rows)
-                logprobs, entropy = forward(self.model, small, self.device, entropy=bool(self.loss.entropy_coef))
-                small = to_device(small, self.device)
-                loss, seen = step_loss(logprobs, entropy, small, self.loss, kind)
+                if kind == "value":
+                    values = forward_values(learner.model, small, self.device)
+                    loss, seen = critic_step_loss(values, to_device(small, self.device), self.loss)
+                else:
+                    logprobs, entropy = forward(learner.model, small, self.device, entropy=bool(self.loss.entropy_coef))
+                    loss, seen = step_loss(logprobs, entropy, to_device(small, self.device), self.loss, kind)
                 (loss * self.world).backward()                 # FSDP2 takes the mean over ranks, the loss is a sum over them
-                metrics["loss"][0] += float(loss.detach())
+                metrics[prefix + "loss"][0] += float(loss.detach())
                 for name, (total, count) in seen.items():
                     metrics[name][0] += float(total)
                     metrics[name][1] += float(count)
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.max_grad_norm)
-            norm = whole(norm)
-            if not torch.isfinite(norm):
-                raise ValueError(f"The gradient norm is {norm.item()}: the policy has diverged or a logprob is not finite. Lower --learning-rate; resume from the last checkpoint.")
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            rate = self.scheduler.get_last_lr()[0]
-            self.scheduler.step()
-            metrics["grad_norm"][0] += float(norm) / self.world
-            metrics["grad_norm"][1] += 1 / self.world
-            metrics["learning_rate"] = [rate / self.world, 1 / self.world]
-        metrics["loss"][1] = len(plan) * self.cfg.epochs / self.world      # a sum over micro-batches and ranks, a mean over optimizer steps
+            norm, rate = learner.step()
+            metrics[prefix + "grad_norm"][0] += norm / self.world
+            metrics[prefix + "grad_norm"][1] += 1 / self.world
+            metrics[prefix + "learning_rate"] = [rate / self.world, 1 / self.world]
+        metrics[prefix + "loss"][1] = len(plan) * self.cfg.epochs / self.world      # a sum over micro-batches and ranks, a mean over optimizer steps
         return {name: tuple(pair) for name, pair in metrics.items()}
 
     # ---- publish
@@ -258,28 +310,23 @@ class Rank:
             self.sender.send_weights()
 
     # ---- checkpoints
-    def state(self) -> dict:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()["last_epoch"]}
+    def learners(self) -> dict[str, Learner]:
+        return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
 
     def save(self, path: str) -> None:
-        """Model, optimizer and scheduler as a distributed checkpoint: any number of ranks may load it."""
+        """Models, optimizers and schedules as a distributed checkpoint: any number of ranks may load it."""
         import torch.distributed.checkpoint as dcp
 
-        dcp.save(self.state(), checkpoint_id=path)
+        dcp.save({name: learner.state() for name, learner in self.learners().items()}, checkpoint_id=path)
         torch.save(torch.get_rng_state(), Path(path) / f"rng_{self.rank}.pt")
 
     def load(self, path: str) -> None:
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import set_state_dict
 
-        state = self.state()
+        state = {name: learner.state() for name, learner in self.learners().items()}
         dcp.load(state, checkpoint_id=path)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        self.scheduler.load_state_dict(self.scheduler.state_dict() | {"last_epoch": state["scheduler"]})
-        self.scheduler._last_lr = [g["lr"] for g in self.optimizer.param_groups]
+        for name, learner in self.learners().items():
+            learner.load_state(state[name])
         rng = Path(path) / f"rng_{self.rank}.pt"
         if rng.exists():
             torch.set_rng_state(torch.load(rng))
@@ -311,7 +358,8 @@ class Rank:
 
     def moments(self) -> dict[str, Tensor]:
         """Whole first moments of AdamW by parameter name; after the first step (1 - beta1) times the clipped gradient."""
-        return {name: whole(self.optimizer.state[p]["exp_avg"]) for name, p in self.model.named_parameters() if p in self.optimizer.state}
+        state = self.policy.optimizer.state
+        return {name: whole(state[p]["exp_avg"]) for name, p in self.model.named_parameters() if p in state}
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -325,10 +373,11 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 # ---------------------------------------------------------------------------------------------------- driver's handle
 class Trainer:
-    """The policy as the loop sees it: logprobs, update, send_weights, save, load, export; every call is awaited."""
+    """The policy as the loop sees it (and its reference and critic): logprobs, values, update, save, ...; every call is awaited."""
 
-    def __init__(self, model: str, cfg: TrainerConfig, loss: LossConfig, device: str, dtype: str, steps: int, seed: int, options: dict, ref: bool = False):
-        self.cfg, self.with_ref = cfg, ref
+    def __init__(self, model: str, cfg: TrainerConfig, loss: LossConfig, device: str, dtype: str, steps: int, seed: int, options: dict,
+                 ref: bool = False, critic: bool = False):
+        self.cfg, self.with_ref, self.with_critic = cfg, ref, critic
         self.ranks = [Rank.options(**options).remote(rank, cfg.trainers, model, cfg, loss, device, dtype, steps, seed) for rank in range(cfg.trainers)]
 
     async def _all(self, method: str, *args) -> list:
@@ -337,13 +386,24 @@ class Trainer:
     async def start(self) -> int:
         """Load everywhere; returns the number of parameters."""
         self.address, port = await self.ranks[0].address.remote()
-        return (await self._all("start", self.address, port, self.with_ref))[0]
+        return (await self._all("start", self.address, port, self.with_ref, self.with_critic))[0]
 
-    async def logprobs(self, batch: Batch, ref: bool = False) -> Tensor:
-        """log p of every response token under the current policy (or the reference), [B, T]; 0 elsewhere."""
+    async def logprobs(self, batch: Batch) -> Tensor:
+        """log p of every response token under the current policy, [B, T], nats; 0 elsewhere."""
+        return await self.per_token(batch, "logprobs")
+
+    async def ref_logprobs(self, batch: Batch) -> Tensor:
+        """The same under the reference policy or teacher."""
+        return await self.per_token(batch, "ref_logprobs")
+
+    async def values(self, batch: Batch) -> Tensor:
+        """The critic's V_t of every response token, [B, T], units of reward; 0 elsewhere."""
+        return await self.per_token(batch, "values")
+
+    async def per_token(self, batch: Batch, what: str) -> Tensor:
         plan = plan_microbatches(batch, torch.arange(len(batch.lengths)), len(self.ranks), self.cfg.tokens_per_microbatch)
         stored = ray.put(batch)
-        results = await asyncio.gather(*[rank.logprobs.remote(stored, mine, ref) for rank, mine in zip(self.ranks, plan)])
+        results = await asyncio.gather(*[rank.per_token.remote(stored, mine, what) for rank, mine in zip(self.ranks, plan)])
         out = torch.zeros(batch.response_mask.shape)
         for mine, pieces in zip(plan, results):
             for rows, piece in zip(mine, pieces):
@@ -352,7 +412,7 @@ class Trainer:
         return out                                                                 # [B, T]
 
     async def update(self, batch: Batch, kind: str) -> dict[str, float]:
-        """One batch's optimizer steps with the loss POLICY_LOSSES[kind]; returns metrics, each a sum over a count."""
+        """One batch's optimizer steps of the policy with POLICY_LOSSES[kind], or of the critic ("value"); metrics, each a sum over a count."""
         steps = int(batch.minibatch.max()) + 1
         plans = [plan_microbatches(batch, (batch.minibatch == m).nonzero()[:, 0], len(self.ranks), self.cfg.tokens_per_microbatch) for m in range(steps)]
         stored = ray.put(batch)

@@ -33,6 +33,8 @@ class Config:
     """Rebuild the embedded policy."""
 
     out: str = "recipes/tiny"          # where to write it
+    hidden: int = 128                  # width, a multiple of 32
+    layers: int = 4                    # depth
     batch: int = 128                   # sums a step
     rates: tuple[float, float] = (3e-3, 3e-4)     # learning rate of the two phases: find how addition works, then settle
     targets: tuple[float, float] = (0.30, 0.56)   # greedy accuracy on held-out sums that ends each
@@ -56,14 +58,14 @@ def make_tokenizer():
     return tokenizer
 
 
-def make_model(tokenizer, seed: int):
+def make_model(tokenizer, hidden: int, layers: int, seed: int):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, head_dim=32,
-        max_position_embeddings=1024, rope_theta=10000.0, tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, dtype=torch.float32))
+        vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers,
+        num_attention_heads=hidden // 32, num_key_value_heads=hidden // 32, head_dim=32, max_position_embeddings=1024, rope_theta=10000.0, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype=torch.float32))
 
 
 def greedy_accuracy(path: str, pairs: list[tuple[list[int], list[int]]]) -> float:
@@ -82,7 +84,7 @@ async def main(cfg: Config) -> None:
 
     quiet()
     tokenizer = make_tokenizer()
-    make_model(tokenizer, cfg.seed).save_pretrained(cfg.out)
+    make_model(tokenizer, cfg.hidden, cfg.layers, cfg.seed).save_pretrained(cfg.out)
     tokenizer.save_pretrained(cfg.out)
     tokenizer = AutoTokenizer.from_pretrained(cfg.out)
     train, held_out = ([(render_prompt(tokenizer, p["messages"]), tokenizer.encode(p["label"]) + [tokenizer.eos_token_id]) for p in prompts(split)] for split in ("train", "eval"))

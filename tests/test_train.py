@@ -1,7 +1,9 @@
 """Flags, plan and log by hand; the whole program as a user runs it: learning, killed and resumed, interrupted."""
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from estimators import EstimatorConfig
+from estimators import ESTIMATORS, EstimatorConfig
 from generator import GeneratorConfig
 from losses import LossConfig
-from train import Config, finished_checkpoints, from_dict, read_rows, resolve
+from train import Config, finished_checkpoints, from_dict, parse, read_rows, resolve
 from trainer import TrainerConfig
 
 from conftest import ROOT, TINY
@@ -64,7 +66,17 @@ def error_of(*flags: str, cwd: Path = ROOT) -> str:
     (lambda: Config(trainer=TrainerConfig(minibatches=64)), "--minibatches 64"),
     (lambda: Config(losses=LossConfig(kl_coef=0.1, kl_kind="k1")), "zero expected gradient"),
     (lambda: Config(estimation=EstimatorConfig(kl_reward_coef=0.1)), "--kl-reward-coef is not read by --estimator grpo"),
+    (lambda: Config(estimation=EstimatorConfig(gamma=0.9)), "--gamma is not read by --estimator grpo, only by reinforce, gae"),
+    (lambda: Config(estimator="on_policy_distill", estimation=EstimatorConfig(reward_clip=(0, 1)), trainer=TrainerConfig(ref="x")), "--reward-clip is not read"),
+    (lambda: Config(estimator="on_policy_distill"), "name it with --ref"),
+    (lambda: Config(trainer=TrainerConfig(ref="x")), "nothing reads a reference"),
+    (lambda: Config(trainer=TrainerConfig(critic="x")), "has no critic"),
+    (lambda: Config(losses=LossConfig(kl_target=0.1)), "--kl-target"),
+    (lambda: Config(generator=GeneratorConfig(dynamic_filter=(1, 0))), "--dynamic-filter"),
+    (lambda: Config(estimator="reinforce", generator=GeneratorConfig(dynamic_filter=(0, 1), group_size=1)), "--dynamic-filter"),
     (lambda: resolve(Config(model="no/such/model")), "no config.json there"),
+    (lambda: resolve(Config(losses=LossConfig(kl_coef=0.1), trainer=TrainerConfig(ref="no/such/model"))), "--ref no/such/model: no config.json there"),
+    (lambda: resolve(Config(estimator="gae", trainer=TrainerConfig(critic="no/such/model"))), "--critic no/such/model: no config.json there"),
     (lambda: resolve(Config(model=str(TINY), device="cuda")), "no usable NVIDIA GPU"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(context_length=4096))), "1024 positions"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(engine_tp_size=2))), "--engine-tp-size 2"),
@@ -104,7 +116,7 @@ def test_the_dry_run_prints_the_resolved_plan_and_starts_nothing(tmp_path):
 
 
 def test_a_config_survives_its_file():
-    cfg = Config(estimator="rloo", generator=GeneratorConfig(max_new_tokens=None), trainer=TrainerConfig(learning_rate=1e-5))
+    cfg = Config(estimator="rloo", generator=GeneratorConfig(max_new_tokens=None, dynamic_filter=(0.0, 1.0)), estimation=EstimatorConfig(reward_clip=(-1.0, 1.0)), trainer=TrainerConfig(learning_rate=1e-5))
     assert from_dict(Config, json.loads(json.dumps(asdict(cfg)))) == cfg
 
 
@@ -118,7 +130,56 @@ def test_a_half_written_checkpoint_is_not_finished(tmp_path):
     assert [p.name for p in finished_checkpoints(tmp_path)] == ["000002"]
 
 
+def test_a_reference_of_another_vocabulary_is_refused(tmp_path):
+    """Its logprobs of the same ids would be about other words."""
+    (tmp_path / "config.json").write_text((TINY / "config.json").read_text().replace('"vocab_size": 262', '"vocab_size": 999'))
+    with pytest.raises(ValueError, match="vocabulary of 999"):
+        resolve(Config(model=str(TINY), device="cpu", losses=LossConfig(kl_coef=0.1), trainer=TrainerConfig(ref=str(tmp_path))))
+
+
+# ---------------------------------------------------------------------------------------------------- README
+README = (ROOT / "README.md").read_text()
+PRESETS = {name: flags.split() for name, flags in re.findall(r"^\| ([^|`]+?) \| `(--estimator [^`]+)` \|$", README, re.M)}
+
+
+def test_every_method_of_the_readme_is_a_line_of_flags_that_is_accepted():
+    assert len(PRESETS) >= 13 and {flags[1] for flags in PRESETS.values()} == set(ESTIMATORS) - {"reinforce_baseline"}
+    for flags in PRESETS.values():
+        parse(flags)
+
+
+def test_the_estimator_of_the_readme_is_one_function_and_one_row(tmp_path):
+    """Pasted at the end of estimators.py, --help offers it and it does what it says: rewards 0, 0, 3 have the median 0."""
+    code = re.search(r"```python\n(def median_baseline.*?)```", README, re.S).group(1)
+    for file in ROOT.glob("*.py"):
+        (tmp_path / file.name).write_text(file.read_text())
+    with (tmp_path / "estimators.py").open("a") as file:
+        file.write("\n\n" + code)
+    script = ("from agent import Trajectory; from estimators import *; from losses import token_mean\nrows = []\n"
+              "for i, reward in enumerate([0.0, 0.0, 3.0]):\n    t = Trajectory(i, 0, reward=reward); t.extend([5]); t.extend([6], [-1.0], [0]); rows.append([t])\n"
+              "print(ESTIMATORS['median_baseline'](collate(rows, token_mean), EstimatorConfig())[:, 1].tolist())")
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[0.0, 0.0, 3.0]", done.stderr
+    done = subprocess.run([sys.executable, "train.py", "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "median_baseline" in done.stdout
+
+
 # ---------------------------------------------------------------------------------------------------- the program
+@pytest.mark.long
+@pytest.mark.parametrize("method", sorted(PRESETS))
+def test_every_method_of_the_readme_runs(tmp_path, method):
+    """Two steps of each line: finite metrics, an update that is not empty, the metrics that belong to its parts."""
+    run = launch(tmp_path, *PRESETS[method], "--steps", "2", "--eval-prompts", "20", "--eval-samples", "0", "--checkpoint-every", "0", "--name", "run")
+    output = finish(run)
+    assert run.returncode == 0, output
+    for row in metrics(tmp_path / "runs" / "run")[1:]:
+        assert all(math.isfinite(v) for v in row.values() if isinstance(v, float)), row
+        assert row["grad_norm"] > 0 and row["mismatch_cut_frac"] < 0.5
+        assert ("ref_kl" in row) == any(flag in PRESETS[method] for flag in ("--kl-coef", "--kl-reward-coef", "--ref"))
+        assert ("explained_variance" in row) == ("gae" in PRESETS[method])
+        assert ("dropped/filtered" in row) == ("--dynamic-filter" in PRESETS[method])
+
+
 @pytest.mark.long
 def test_a_run_killed_and_resumed_is_the_unbroken_run(tmp_path):
     """Six steps at once, and the same with a kill -9 after step 4 and --resume from the checkpoint of step 3: from step 4 on

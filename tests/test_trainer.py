@@ -1,6 +1,7 @@
 """Splitting, alignment and schedules by hand; FSDP2 ranks, checkpoints and exports for real."""
 
 import math
+import types
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from agent import Trajectory
 from estimators import collate, dr_grpo, supervised_batch
 from losses import AGGREGATIONS, LossConfig
-from trainer import Rank, Trainer, TrainerConfig, align, learning_rate, plan_microbatches, take_rows
+from trainer import Rank, Trainer, TrainerConfig, forward, forward_values, learning_rate, plan_microbatches, take_rows
 
 from conftest import TINY
 
@@ -67,13 +68,38 @@ def test_an_idle_microbatch_has_no_weight_and_rows_are_cut_to_their_longest():
     assert torch.equal(small.rollout_rewards, batch.rollout_rewards)          # per-rollout fields stay whole
 
 
-def test_n16_align_puts_log_softmax_of_column_t_minus_1_at_column_t():
+class Fixed(torch.nn.Module):
+    """A model of three tokens that always answers with the given logits [b, t, 3]."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.answer = logits
+
+    def forward(self, input_ids, use_cache, logits_to_keep=slice(None)):
+        return types.SimpleNamespace(logits=self.answer[:, logits_to_keep])
+
+
+def three_tokens(temperature: float):
+    """Token 1 given, tokens 2 and 0 sampled."""
+    rows = Trajectory(rollout=0, group=0, reward=0.0)
+    rows.extend([1])
+    rows.extend([2, 0], [-1.0, -1.0], [0, 0])
+    return collate([[rows]], AGGREGATIONS["token-mean"], temperature)
+
+
+def test_n16_logprobs_are_those_of_the_tempered_softmax_one_column_before():
     """Logits [2, 1, 0] at temperature 0.5 for token 0: log_softmax([4, 2, 0])[0] = -0.142932, not the raw -0.407606."""
-    logits = torch.tensor([[[0.0, 0.0, 0.0], [2.0, 1.0, 0.0]]]) / 0.5          # columns 0 and 1 predict tokens 1 and 2
-    logprobs, entropy = align(logits, torch.tensor([[1, 2, 0]]), first=1, entropy=True)
+    model = Fixed(torch.tensor([[[0.0, 0.0, 0.0], [2.0, 1.0, 0.0], [9.0, 9.0, 0.0]]]))   # columns 0 and 1 predict tokens 1 and 2
+    logprobs, entropy = forward(model, three_tokens(0.5), torch.device("cpu"), entropy=True)
     torch.testing.assert_close(logprobs, torch.tensor([[0.0, -math.log(3), -0.142932]]), atol=1e-6, rtol=0)
     p = torch.softmax(torch.tensor([4.0, 2.0, 0.0]), -1)
     torch.testing.assert_close(entropy, torch.tensor([[0.0, math.log(3), -(p * p.log()).sum()]]), atol=1e-6, rtol=0)
+
+
+def test_values_come_from_the_state_before_their_token():
+    """The critic says 5, 7, 9 at columns 0, 1, 2; V of tokens 1 and 2 is 5 and 7, whatever the temperature."""
+    values = forward_values(Fixed(torch.tensor([[[5.0], [7.0], [9.0]]])), three_tokens(0.5), torch.device("cpu"))
+    assert values.tolist() == [[0.0, 5.0, 7.0]]
 
 
 def test_learning_rate_warms_up_and_decays_to_zero():
@@ -85,8 +111,8 @@ def test_learning_rate_warms_up_and_decays_to_zero():
 
 
 # ---------------------------------------------------------------------------------------------------- ranks
-def trainer_of(loop, cfg: TrainerConfig, loss: LossConfig = LossConfig(), model=TINY, dtype: str = "float32", ref: bool = False) -> Trainer:
-    trainer = Trainer(str(model), cfg, loss, "cpu", dtype, steps=10, seed=0, options=dict(num_cpus=0, runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}}), ref=ref)
+def trainer_of(loop, cfg: TrainerConfig, loss: LossConfig = LossConfig(), model=TINY, dtype: str = "float32", **more) -> Trainer:
+    trainer = Trainer(str(model), cfg, loss, "cpu", dtype, steps=10, seed=0, options=dict(num_cpus=0, runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}}), **more)
     loop.run_until_complete(trainer.start())
     return trainer
 
@@ -145,7 +171,7 @@ def test_parameters_are_sharded_float32_and_compute_runs_in_the_runs_dtype_at_on
 
     rank = Bare(0, 1, str(TINY), TrainerConfig(), LossConfig(), "cpu", "bfloat16", 10, 0)
     address, port = "127.0.0.1", 29613
-    rank.start(address, port, False)
+    rank.start(address, port, False, False)
     try:
         assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in rank.model.parameters())
         logits = rank.model(input_ids=torch.tensor([[60, 61, 62]]), use_cache=False).logits
@@ -189,7 +215,7 @@ def test_the_kl_to_the_reference_starts_at_zero_and_grows(cluster, loop):
     batch = batch_of([5, 9, 3, 12])
 
     async def step():
-        batch.old_logprobs, batch.ref_logprobs = await trainer.logprobs(batch), await trainer.logprobs(batch, ref=True)
+        batch.old_logprobs, batch.ref_logprobs = await trainer.logprobs(batch), await trainer.ref_logprobs(batch)
         return await trainer.update(batch, "ppo")
 
     first, second = loop.run_until_complete(step()), loop.run_until_complete(step())
@@ -197,22 +223,55 @@ def test_the_kl_to_the_reference_starts_at_zero_and_grows(cluster, loop):
     assert first["ref_kl"] == pytest.approx(0, abs=1e-9) and second["ref_kl"] > 1e-4
 
 
+def test_the_critic_learns_its_returns_and_leaves_the_policy_alone(cluster, loop):
+    """Returns 2 on every token: from |V| << 1 to an error below a tenth of the first; its own learning rate; two ranks see what one sees."""
+    cfg = TrainerConfig(learning_rate=0.0, critic_learning_rate=3e-3, warmup_steps=0, decay="constant")
+    first_values = []
+    for trainers in (1, 2):
+        trainer = trainer_of(loop, replace(cfg, trainers=trainers), LossConfig(value_clip=5.0), critic=True)
+        batch = batch_of([5, 9, 3, 12])
+        batch.values = loop.run_until_complete(trainer.values(batch))
+        first_values.append(batch.values)
+        assert batch.values[batch.response_mask].abs().max() < 2 and not batch.values[~batch.response_mask].any()
+        changed = replace(batch, token_ids=batch.token_ids.clone())
+        changed.token_ids[:, 7] = 99
+        values = loop.run_until_complete(trainer.values(changed))
+        assert torch.equal(values[:, :8], batch.values[:, :8]) and not torch.equal(values[:, 8], batch.values[:, 8])   # V_t does not know token t
+        if trainers == 2:
+            end(trainer)
+            continue
+        batch.returns = 2.0 * batch.response_mask
+        before = loop.run_until_complete(trainer._all("parameters"))[0]
+        seen = [loop.run_until_complete(trainer.update(batch, "value")) for _ in range(30)]
+        after = loop.run_until_complete(trainer._all("parameters"))[0]
+        assert seen[-1]["value_error"] < 0.1 * seen[0]["value_error"] and seen[0]["critic_learning_rate"] == 3e-3 and seen[0]["critic_grad_norm"] > 0
+        assert seen[0]["critic_loss"] == pytest.approx(seen[0]["value_error"] / 2, rel=1e-5)          # token-mean of (V - R)^2 / 2, nothing clipped yet
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        end(trainer)
+    torch.testing.assert_close(*first_values, atol=1e-5, rtol=0)
+
+
 def test_a_checkpoint_resumes_exactly_and_an_unfinished_one_is_not_there(cluster, loop, tmp_path):
-    """Two updates, save, a third; a new trainer loads and does the third: the same parameters, learning rate and extra."""
+    """Two updates of policy and critic, save, a third; a new trainer loads and does the third: the same parameters, values, rates and extra."""
     cfg = TrainerConfig(learning_rate=1e-3, warmup_steps=8, decay="constant")
-    first = trainer_of(loop, cfg)
+    first = trainer_of(loop, cfg, critic=True)
     batches = [supervised_batch([(list(range(60, 66)), [70 + i, 71, 258])], AGGREGATIONS["token-mean"]) for i in range(3)]
+    for b in batches:
+        b.values, b.returns = torch.zeros(b.response_mask.shape), 1.0 * b.response_mask
     for b in batches[:2]:
         loop.run_until_complete(first.update(b, "sft"))
+        loop.run_until_complete(first.update(b, "value"))
     loop.run_until_complete(first.save(tmp_path / "000002", {"version": 2, "pool": {"next": 7}}))
-    expected = loop.run_until_complete(first.update(batches[2], "sft"))
+    expected = loop.run_until_complete(first.update(batches[2], "sft")) | loop.run_until_complete(first.update(batches[2], "value"))
+    values = loop.run_until_complete(first.values(batches[2]))
     wanted = loop.run_until_complete(first._all("parameters"))[0]
     end(first)
     assert [p.name for p in tmp_path.iterdir()] == ["000002"]
-    second = trainer_of(loop, cfg)
+    second = trainer_of(loop, cfg, critic=True)
     assert loop.run_until_complete(second.load(tmp_path / "000002")) == {"version": 2, "pool": {"next": 7}}
-    metrics = loop.run_until_complete(second.update(batches[2], "sft"))
+    metrics = loop.run_until_complete(second.update(batches[2], "sft")) | loop.run_until_complete(second.update(batches[2], "value"))
     got = loop.run_until_complete(second._all("parameters"))[0]
+    assert torch.equal(loop.run_until_complete(second.values(batches[2])), values) and metrics == expected
     end(second)
     assert metrics["learning_rate"] == expected["learning_rate"] == pytest.approx(3 / 8 * 1e-3)
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
