@@ -41,6 +41,7 @@ class Batch:
     truncated: Tensor                  # [R] bool, some segment of the rollout was cut short
     loss_weight: Tensor                # [B, T] the loss is sum(loss_weight * token loss), see collate
     minibatch: Tensor                  # [B] int64, the optimizer step (of each epoch) that trains the row
+    version: int                       # that of the weights under training: a token is version - policy_versions publishes old
     temperature: float                 # sampling temperature of the run; the trainer divides its logits by it
     old_logprobs: Tensor | None = None  # [B, T] pi_old, the trainer's view of the same tokens before this update
     ref_logprobs: Tensor | None = None  # [B, T] the frozen reference policy, or the teacher
@@ -65,7 +66,7 @@ class Batch:
 
 
 def collate(rollouts: list[list[Trajectory]], aggregation: Callable, temperature: float = 1.0, minibatches: int = 1,
-            mask_truncated: bool = False) -> Batch:
+            mask_truncated: bool = False, version: int = 0) -> Batch:
     """Scored rollouts (lists of segments) -> Batch, in the order given.
 
     `aggregation` (losses.AGGREGATIONS) turns masks into `loss_weight`, once for each whole optimizer step: micro-batches,
@@ -107,7 +108,7 @@ def collate(rollouts: list[list[Trajectory]], aggregation: Callable, temperature
         token_ids=pad("token_ids", torch.int32), response_mask=response_mask,
         behaviour_logprobs=pad("behaviour_logprobs", torch.get_default_dtype()), policy_versions=pad("policy_versions", torch.int32, -1),
         lengths=lengths, rollout=rollout, position=position,
-        raw_rewards=rewards, rollout_rewards=rewards, rollout_group=group, truncated=truncated, loss_weight=loss_weight, minibatch=minibatch, temperature=temperature)
+        raw_rewards=rewards, rollout_rewards=rewards, rollout_group=group, truncated=truncated, loss_weight=loss_weight, minibatch=minibatch, version=version, temperature=temperature)
 
 
 def supervised_batch(pairs: list[tuple[list[int], list[int]]], aggregation: Callable) -> Batch:

@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import ray
@@ -33,6 +34,10 @@ class GeneratorConfig:
     prompts_per_step: int = 32         # P, prompt groups of a training step
     group_size: int = 8                # G, rollouts of a prompt
     dynamic_filter: tuple[float, float] | None = None   # keep groups whose mean reward lies strictly between the two, replace the others; None = keep all
+    max_staleness: int = 1             # k, publishes that a rollout may have started before the step that trains it; 0 = strictly on-policy
+    order: Literal["start", "finished"] = "start"   # which groups a step takes: the first started, or the first complete (favours short answers, drops stale groups)
+    partial_rollout: bool = False      # keep rollouts in flight across a publish: they go on under the new weights; without, a publish waits for them
+    give_up_rounds: int = 8            # steps' worth of prompt groups that may be dropped in a row before the run stops and says why
     context_length: int = 128          # tokens of prompt and all turns together
     max_new_tokens: int | None = 8     # tokens of one answer; None = whatever the context leaves
     temperature: float = 1.0           # sampling temperature in training; the trainer divides its logits by it
@@ -46,14 +51,18 @@ class GeneratorConfig:
     rollout_timeout: float = 600.0     # seconds one rollout may take before it is dropped and counted
 
     def __post_init__(self):
-        for name in ("prompts_per_step", "group_size", "engines", "agent_workers", "context_length"):
+        for name in ("prompts_per_step", "group_size", "give_up_rounds", "engines", "agent_workers", "context_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: want at least 1.")
         if self.dynamic_filter and (self.group_size == 1 or not self.dynamic_filter[0] < self.dynamic_filter[1]):
             raise ValueError(f"--dynamic-filter {self.dynamic_filter[0]} {self.dynamic_filter[1]}: want the lower limit first, then a higher one, and --group-size "
                              f"above 1 (it is {self.group_size}): it keeps prompts that are neither always solved nor never.")
-        if self.temperature <= 0:
-            raise ValueError(f"--temperature {self.temperature}: training samples, so it must be above 0. Greedy decoding is for evals.")
+        if self.max_staleness < 0:
+            raise ValueError(f"--max-staleness {self.max_staleness}: want 0 (strictly on-policy) or more.")
+        if self.partial_rollout and self.max_staleness == 0:
+            raise ValueError("--partial-rollout with --max-staleness 0: a step then waits for all its rollouts, so none is in flight at a publish. Use --max-staleness 1 or more.")
+        if not 0 < self.temperature <= 2:
+            raise ValueError(f"--temperature {self.temperature}: training samples, so it must be above 0 (greedy decoding is for evals), and vLLM takes 2 at most.")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens {self.max_new_tokens}: want at least 1, or None for what the context leaves.")
         if self.max_num_batched_tokens < self.context_length:
@@ -82,18 +91,19 @@ class Completion:
     stop_reason: int | str | None = None   # a stop string, or a stop token that is not the eos
 
 
-def read_completion(output, version_of: list[int], name: str) -> Completion:
-    """vLLM's output -> Completion; raises ValueError, naming the request, when a sampled token has no logprob."""
-    token_ids, rows = list(output.token_ids), output.logprobs
-    if rows is None or len(rows) != len(token_ids):
-        raise ValueError(f"vLLM returned {0 if rows is None else len(rows)} logprobs for {len(token_ids)} sampled tokens ({name}). "
+def read_completion(token_ids: list[int], rows: list[dict], versions: list[int], finish_reason: str, stop_reason: int | str | None, name: str) -> Completion:
+    """vLLM's tokens and logprob rows -> Completion; raises ValueError, naming the request, when a sampled token has no logprob."""
+    if len(rows) != len(token_ids):
+        raise ValueError(f"vLLM returned {len(rows)} logprobs for {len(token_ids)} sampled tokens ({name}). "
                          "Every sampled token needs its behaviour logprob; check SamplingParams.logprobs in generator.py.")
     absent = [t for t, row in zip(token_ids, rows) if t not in row]
     if absent:
         raise ValueError(f"vLLM returned no logprob for sampled token {absent[0]} ({name}); check logprobs_mode in generator.py.")
+    if finish_reason not in ("stop", "length"):
+        raise ValueError(f"vLLM ended {name} with {finish_reason!r} after {len(token_ids)} tokens: that is no end of an answer, so the rollout cannot be used.")
     return Completion(
         np.asarray(token_ids, np.int32), np.asarray([row[t].logprob for t, row in zip(token_ids, rows)], np.float32),
-        np.asarray(version_of, np.int32), output.finish_reason, output.stop_reason)
+        np.asarray(versions, np.int32), finish_reason, stop_reason)
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"control": 64})
@@ -142,16 +152,19 @@ class Engine:
         params = SamplingParams(
             n=1, temperature=sampling.temperature, top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
             repetition_penalty=1.0, seed=sampling.seed, max_tokens=max_tokens, min_tokens=0, stop=stop or None, ignore_eos=False, logprobs=0,
-            detokenize=bool(stop), skip_special_tokens=False, include_stop_str_in_output=True, output_kind=RequestOutputKind.FINAL_ONLY)
+            detokenize=bool(stop), skip_special_tokens=False, include_stop_str_in_output=True, output_kind=RequestOutputKind.DELTA if self.cfg.partial_rollout else RequestOutputKind.FINAL_ONLY)
+        ids, rows, versions = [], [], []
         try:
             async for output in self.llm.generate({"prompt_token_ids": token_ids.tolist()}, params, request_id=name):
-                pass
+                answer = output.outputs[0]                         # all of it, or the tokens since the last one
+                ids += answer.token_ids
+                rows += answer.logprobs or []
+                versions += [self.version] * len(answer.token_ids)
         except Exception:
             if self.llm.errored:                                   # vLLM's own process died: so does this actor, and everyone learns it
                 ray.actor.exit_actor()
             raise
-        answer = output.outputs[0]
-        return read_completion(answer, [self.version] * len(answer.token_ids), name)
+        return read_completion(ids, rows, versions, answer.finish_reason, answer.stop_reason, name)
 
     async def _control(self, coroutine):
         """Run on the loop that vLLM's client lives on: control calls arrive on another one."""
@@ -210,6 +223,10 @@ class Group:
     dropped: Counter = field(default_factory=Counter)                # reason -> number of rollouts
     errors: list[str] = field(default_factory=list)                  # what went wrong, in words
 
+    @property
+    def mean_reward(self) -> float:
+        return sum(segments[0].reward for segments in self.rollouts) / len(self.rollouts)
+
 
 def rollout_seed(run_seed: int, group: int, member: int, turn: int) -> int:
     """A sampling seed that depends on the run, the rollout and the turn only, so that a resumed run draws the same."""
@@ -228,15 +245,15 @@ class AgentWorker:
         self.agent = load_agent(cfg.agent).AgentRunner
         self.budget = Budget(cfg.context_length, cfg.max_new_tokens)
 
-    async def run_groups(self, prompts: list[tuple[int, dict]], engine: int, samples: int, temperature: float, seed: int, name: str) -> list[Group]:
+    async def run_groups(self, prompts: list[tuple[int, dict]], engine: int, samples: int, temperature: float, seed: int | None, name: str) -> list[Group]:
         """`samples` rollouts of each (index, prompt), on one engine. Failures are counted by reason, never turned into rewards.
 
-        `name` makes request names unique; `seed` is the run's, from which every rollout's and turn's follows.
+        `name` makes request names unique; `seed` is the run's, from which every rollout's and turn's follows; None: not seeded.
         """
         batcher = Batcher(self.engines[engine], together=self.agent.max_turns == 1)
         return await asyncio.gather(*[self._group(batcher, index, prompt, samples, temperature, seed, name) for index, prompt in prompts])
 
-    async def _group(self, batcher: "Batcher", index: int, prompt: dict, samples: int, temperature: float, seed: int, name: str) -> Group:
+    async def _group(self, batcher: "Batcher", index: int, prompt: dict, samples: int, temperature: float, seed: int | None, name: str) -> Group:
         group = Group(index, prompt)
         outcomes = await asyncio.gather(*[self._rollout(batcher, index, prompt, member, samples, temperature, seed, name) for member in range(samples)])
         for segments, reason, error in outcomes:
@@ -247,12 +264,12 @@ class AgentWorker:
                 group.errors += [error] if error else []
         return group
 
-    async def _rollout(self, batcher: "Batcher", index: int, prompt: dict, member: int, samples: int, temperature: float, seed: int, name: str):
+    async def _rollout(self, batcher: "Batcher", index: int, prompt: dict, member: int, samples: int, temperature: float, seed: int | None, name: str):
         """One episode -> (segments, None, None), or (None, why it cannot be used, what went wrong)."""
         rollout, limit = index * samples + member, asyncio.timeout(self.cfg.rollout_timeout)
 
         async def generate(token_ids, max_tokens, stop, turn) -> Completion:
-            sampling = Sampling(temperature, rollout_seed(seed, index, member, turn) if temperature else None)
+            sampling = Sampling(temperature, None if seed is None or not temperature else rollout_seed(seed, index, member, turn))
             return await batcher.generate((f"{name}-{rollout}-{turn}", token_ids, max_tokens, stop), sampling)
 
         try:
@@ -378,57 +395,95 @@ class PromptStream:
 
 
 # ---------------------------------------------------------------------------------------------------- pool
-class Pool:
-    """Prompt groups in flight, at most `slots` of them started and not yet released.
+@dataclass
+class Flight:
+    """A prompt group on its way."""
 
-    `take(P)` waits for the first P groups **in order of start**, even when younger ones are complete. A group that ends
-    with fewer than `min_rollouts` usable rollouts is dropped and counted, and its replacement goes to the back. A slot is
-    freed by `release`, which the loop calls after `publish`: so with slots = (max_staleness + 1) * P no group starts more
-    than max_staleness versions before it is trained. With a `band` a group whose mean reward is not strictly inside it is
-    dropped like one that failed (DAPO's dynamic sampling, arXiv:2503.14476). The pool lives in the driver's event loop, which nothing may block.
+    index: int                         # place in the prompt stream
+    version: int                       # that of the weights when it started
+    task: asyncio.Future               # its Group
+    started: float = field(default_factory=time.monotonic)
+    ended: float | None = None
+
+    def __post_init__(self):
+        self.task.add_done_callback(self.end)
+
+    def end(self, _) -> None:
+        self.ended = time.monotonic()
+
+
+class Pool:
+    """Prompt groups in flight, at most `slots` = (max_staleness + 1) * prompts_per_step started and not yet released.
+
+    Order "start": `take` waits for the first groups in order of start, even when younger ones are complete. A group that
+    has just started has fewer than `slots` others before it, each step takes prompts_per_step of them, and slots are
+    freed by `release`, which the loop calls after `publish`: so it is trained at most max_staleness versions later.
+    Order "finished": `take` has the first that are complete, and release drops what has grown older than the bound, counts
+    it as stale and puts its prompt back in line: no wait behind stragglers, but long answers are trained less often.
+
+    A group that ends with fewer than `min_rollouts` usable rollouts is dropped and counted, and its replacement goes to the
+    back; so is, with a `band`, one whose mean reward is not strictly inside it (DAPO's dynamic sampling, arXiv:2503.14476).
+    The pool lives in the driver's event loop, which nothing may block: groups go on while the loop awaits a training step.
     """
 
-    def __init__(self, stream: PromptStream, run_group: Callable[[int, dict], Awaitable[Group]], slots: int, min_rollouts: int,
-                 band: tuple[float, float] | None = None, give_up_after: int = 256):
-        self.stream, self.run_group, self.slots, self.min_rollouts, self.band, self.give_up_after = stream, run_group, slots, min_rollouts, band, give_up_after
+    def __init__(self, stream: PromptStream, run_group: Callable[[int, dict], Awaitable[Group]], prompts_per_step: int, max_staleness: int = 0, order: str = "start",
+                 min_rollouts: int = 1, band: tuple[float, float] | None = None, give_up_after: int = 256, version: int = 0, wanted: float = float("inf")):
+        self.stream, self.run_group, self.order, self.min_rollouts, self.band, self.give_up_after = stream, run_group, order, min_rollouts, band, give_up_after
+        self.slots, self.max_staleness = (max_staleness + 1) * prompts_per_step, max_staleness
+        self.version = version                   # of the weights that a group which starts now begins with
+        self.wanted = wanted                     # groups that will still be taken: no more than these are started
         self.next = 0                            # next number of the prompt stream
-        self.running: deque[tuple[int, asyncio.Task]] = deque()   # in order of start
+        self.running: deque[Flight] = deque()    # in order of start
         self.taken = 0                           # groups that take handed out and release has not freed
         self.dropped: Counter = Counter()        # reason -> rollouts, since the start
         self.dropped_groups = 0
-        self.ended: dict[int, float] = {}        # number -> when its group came to an end
         self.head_seconds = 0.0                  # waited for the head of the line while a younger group was complete
-        self.pending: list[int] = []             # numbers to issue before new ones (what was in flight when a checkpoint was written)
+        self.considered: list[Group] = []        # usable groups before the band, since the loop last emptied it
+        self.pending: list[int] = []             # numbers to issue before new ones
 
     def fill(self) -> None:
-        while len(self.running) + self.taken < self.slots:
+        while len(self.running) + self.taken < self.slots and len(self.running) < self.wanted:
             n = self.pending.pop(0) if self.pending else self.next
             self.next = max(self.next, n + 1)
-            task = asyncio.ensure_future(self.run_group(n, self.stream[n]))
-            task.add_done_callback(lambda _, n=n: self.ended.setdefault(n, time.monotonic()))
-            self.running.append((n, task))
+            self.running.append(Flight(n, self.version, asyncio.ensure_future(self.run_group(n, self.stream[n]))))
+
+    async def next_group(self) -> tuple[Flight, Group]:
+        """The next group to look at, by the pool's order, once it is complete."""
+        began = time.monotonic()
+        if self.order == "start":
+            flight = self.running[0]
+            await asyncio.wait([flight.task])
+        else:
+            await asyncio.wait([f.task for f in self.running], return_when=asyncio.FIRST_COMPLETED)
+            flight = min((f for f in self.running if f.ended is not None), key=lambda f: f.ended)
+        self.running.remove(flight)
+        younger = [f.ended for f in self.running if f.ended is not None]
+        if self.order == "start" and younger:
+            self.head_seconds += max(0.0, time.monotonic() - max(began, min(younger)))
+        return flight, flight.task.result()
+
+    def usable(self, group: Group) -> bool:
+        """Whether a complete group may be trained; counts what is lost."""
+        self.dropped.update(group.dropped)
+        if len(group.rollouts) < self.min_rollouts:
+            return False
+        self.considered.append(group)
+        if self.band and not self.band[0] < group.mean_reward < self.band[1]:
+            self.dropped["filtered"] += len(group.rollouts)
+            return False
+        return True
 
     async def take(self, count: int) -> list[Group]:
-        """The next `count` groups in order of start. Raises ValueError when nothing usable comes any more."""
+        """The next `count` usable groups. Raises ValueError when nothing usable comes any more."""
         assert count + self.taken <= self.slots, f"{count} groups wanted and {self.taken} not released, of {self.slots} slots: this would wait for ever"
         groups, lost = [], 0
         self.fill()
         while len(groups) < count:
-            n, task = self.running[0]
-            began = time.monotonic()
-            group = await task
-            self.running.popleft()
-            younger = [self.ended[m] for m, _ in self.running if m in self.ended]
-            self.head_seconds += max(0.0, time.monotonic() - max(began, min(younger))) if younger else 0.0
-            self.ended.pop(n, None)
-            self.dropped.update(group.dropped)
-            usable = len(group.rollouts) >= self.min_rollouts
-            if usable and self.band and not self.band[0] < sum(segments[0].reward for segments in group.rollouts) / len(group.rollouts) < self.band[1]:
-                usable = False
-                self.dropped.update(filtered=len(group.rollouts))
-            if usable:
+            flight, group = await self.next_group()
+            assert self.version - flight.version <= self.max_staleness, f"group {flight.index} started at version {flight.version}, now {self.version}"
+            if self.usable(group):
                 groups.append(group)
-                self.taken, lost = self.taken + 1, 0
+                self.taken, self.wanted, lost = self.taken + 1, self.wanted - 1, 0
                 continue
             self.dropped_groups, lost = self.dropped_groups + 1, lost + 1
             if lost >= self.give_up_after:
@@ -440,19 +495,45 @@ class Pool:
             self.fill()
         return groups
 
-    def release(self, count: int) -> None:
-        """So many groups have been trained and published: as many new ones may start."""
-        self.taken -= count
+    async def drained(self) -> None:
+        """Returns when no group is in flight any more; complete ones stay to be taken."""
+        if self.running:
+            await asyncio.wait([f.task for f in self.running])
+
+    def release(self, count: int, version: int) -> None:
+        """`count` groups have been trained and `version` published: as many new ones may start, under its weights."""
+        self.taken, self.version = self.taken - count, version
+        stale = [f for f in self.running if version - f.version > self.max_staleness] if self.order == "finished" else []
+        for flight in stale:
+            self.running.remove(flight)
+            flight.task.cancel()
+            self.dropped_groups, self.dropped["stale_groups"] = self.dropped_groups + 1, self.dropped["stale_groups"] + 1
+            self.pending.append(flight.index)
         self.fill()
 
+    def waiting_for(self) -> str:
+        """What `take` is waiting for, in words."""
+        if not self.running:
+            return "no group"
+        head = self.running[0]
+        done = sum(f.ended is not None for f in self.running)
+        return f"prompt group {head.index} (started {time.monotonic() - head.started:.0f} s ago at version {head.version}); {done} of {len(self.running)} groups are complete"
+
     def cancel(self) -> None:
-        for _, task in self.running:
-            task.cancel()
+        for flight in self.running:
+            flight.task.cancel()
 
     def state(self) -> dict:
-        """What a resumed run needs: numbers in flight are issued again, in their order; nothing is skipped or trained twice."""
-        return {"next": self.next, "pending": [n for n, _ in self.running] + self.pending, "dropped": dict(self.dropped), "dropped_groups": self.dropped_groups}
+        """What a resumed run needs: complete groups as they are, the numbers of the others to issue again, in their order; nothing is skipped or trained twice."""
+        complete = [(f.index, f.version, f.task.result()) for f in self.running if f.ended is not None and not f.task.cancelled() and f.task.exception() is None]
+        numbers = {n for n, _, _ in complete}
+        return {"next": self.next, "pending": [f.index for f in self.running if f.index not in numbers] + self.pending, "complete": complete,
+                "dropped": dict(self.dropped), "dropped_groups": self.dropped_groups}
 
     def load_state(self, state: dict) -> None:
         self.next, self.pending = state["next"], list(state["pending"])
         self.dropped, self.dropped_groups = Counter(state["dropped"]), state["dropped_groups"]
+        for index, version, group in state["complete"]:
+            done = asyncio.get_running_loop().create_future()
+            done.set_result(group)
+            self.running.append(Flight(index, version, done, ended=time.monotonic()))

@@ -284,12 +284,18 @@ def step_loss(logprobs: Tensor, entropy: Tensor | None, batch, cfg: LossConfig, 
         token_loss = token_loss * correction
         gap = log_ratio(batch.old_logprobs, batch.behaviour_logprobs, mask)                    # [B, T]
         metrics |= {
+            "mismatch_weight": (correction.sum(), tokens), "mismatch_weight_squared": ((correction ** 2).sum(), tokens),
             "clip_frac": (clipped.sum(), tokens),
             "policy_kl": (torch.where(mask, kl(batch.old_logprobs, logprobs.detach(), mask, "k3"), zero).sum(), tokens),
             "mismatch_kl": ((torch.expm1(gap) - gap).sum(), tokens),
             "mismatch_cut_frac": (cut.sum(), tokens) if cfg.mismatch_level in ("off", "token") else (        # decided by token, or by sequence
                 batch.rollout[cut.any(-1)].unique().numel(), batch.rollout[mask.any(-1)].unique().numel()),
         }
+        ages = batch.version - batch.policy_versions                                           # [B, T] publishes
+        for age in ages[mask].unique().tolist():
+            of = mask & (ages == age)                                                          # [B, T]
+            for name, x in {"mismatch_ratio": gap.exp(), "cut_frac": cut, "clip_frac": clipped}.items():
+                metrics[f"age{age}/{name}"] = (torch.where(of, x, 0).sum(), of.sum())
     if batch.ref_logprobs is not None:
         metrics["ref_kl"] = (kl(logprobs.detach(), batch.ref_logprobs, mask, "k3").sum(), tokens)
         if cfg.kl_coef:

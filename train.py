@@ -92,6 +92,9 @@ class Config:
                              f"--minibatches {train.minibatches} is {train.optimizer_steps}. Use --loss ppo.")
         if self.losses.loss == "sft":
             raise ValueError("--loss sft is supervised fine-tuning; it has no rollouts. recipes/make_tiny.py shows how it runs through the same update.")
+        if gen.max_staleness and self.losses.mismatch_level == "off":
+            raise ValueError(f"--max-staleness {gen.max_staleness} trains on tokens of older weights, and --mismatch-level off leaves them uncorrected. "
+                             "Use --mismatch-level token (or seq, geo), or --max-staleness 0.")
         if train.minibatches > gen.prompts_per_step:
             raise ValueError(f"--minibatches {train.minibatches} is more than --prompts-per-step {gen.prompts_per_step}; groups are not split.")
         for name, least in (("steps", 1), ("eval_prompts", 1), ("keep_checkpoints", 1), ("eval_samples", 0), ("eval_every", 0), ("checkpoint_every", 0)):
@@ -131,7 +134,9 @@ class Plan:
                          + (f", critic {self.parameters * 16 / gb / train.trainers:.3f} GB if as large" if ESTIMATORS[cfg.estimator].critic else "")),
             ("agents", f"{gen.agent_workers} workers of {gen.agent}"),
             ("transfer", f"{self.transfer}, group of {1 + gen.engines * gen.engine_tp_size}"),
-            ("step", f"{gen.prompts_per_step} prompts x {gen.group_size} rollouts, {train.optimizer_steps} optimizer steps, strictly on-policy"),
+            ("step", f"{gen.prompts_per_step} prompts x {gen.group_size} rollouts, {train.optimizer_steps} optimizer steps; "
+                     + (f"rollouts at most {gen.max_staleness} publishes old, taken in order of {gen.order}" + ", kept in flight over a publish" * gen.partial_rollout
+                        if gen.max_staleness else "strictly on-policy")),
             ("run", f"{cfg.steps} steps, eval every {cfg.eval_every or 'start and end'}, checkpoint every {cfg.checkpoint_every or 'end'}"),
         ]
 
@@ -175,7 +180,8 @@ def read_model(flag: str, name: str):
     from transformers import AutoConfig
 
     model = locate(name)
-    if (Path(model).exists() or model.count(os.sep) != 1) and not Path(model, "config.json").is_file():
+    local = Path(model).exists() or Path(model).is_absolute() or model.count(os.sep) != 1          # a hub id is owner/name
+    if local and not Path(model, "config.json").is_file():
         raise ValueError(f"{flag} {name}: no config.json there. Give a directory in Hugging Face layout (recipes/make_tiny.py makes the "
                          "default one) or a hub id.")
     try:
@@ -257,10 +263,10 @@ async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log:
     trainer, clock, aggregation, method = parts.trainer, log.clock, AGGREGATIONS[cfg.losses.aggregation], ESTIMATORS[cfg.estimator]
     for version in range(first, cfg.steps):
         with clock("generation"):
-            groups = await pool.take(cfg.generator.prompts_per_step)              # in order of start
-        with clock("train"):
+            groups = await pool.take(cfg.generator.prompts_per_step)              # none started more than max_staleness publishes ago
+        with clock("train"):                                                      # meanwhile the pool's next groups are generated
             rollouts = [rollout for group in groups for rollout in group.rollouts]
-            batch = collate(rollouts, aggregation, cfg.generator.temperature, cfg.trainer.minibatches, cfg.losses.mask_truncated)
+            batch = collate(rollouts, aggregation, cfg.generator.temperature, cfg.trainer.minibatches, cfg.losses.mask_truncated, version)
             batch.rollout_rewards = shape_rewards(batch, cfg.estimation, cfg.generator.context_length)   # [R]
             batch.old_logprobs = await trainer.logprobs(batch)                    # [B, T]  pi_old, the trainer's view of mu's tokens
             if cfg.reference:
@@ -275,14 +281,17 @@ async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log:
             if cfg.reference:
                 kl_scale = adapt_kl_scale(kl_scale, metrics["ref_kl"], len(rollouts), cfg.losses)
         with clock("publish"):
+            if not cfg.generator.partial_rollout:
+                await pool.drained()                                              # rollouts end under the weights they began with
             await publish(trainer, parts.engines, version + 1)                    # from here on vLLM samples the new weights
-        row = log.row(version, batch, groups, pool, metrics)
+        row = log.row(batch, groups, pool, metrics)
         if due(cfg.eval_every, version + 1, cfg.steps):
             row |= await evaluate(cfg, parts, held_out, version + 1)              # before the next publish: one version
+            await log.keep_best(row, trainer)
         log.write(row)
         if due(cfg.checkpoint_every, version + 1, cfg.steps):
             await log.checkpoint(version + 1, trainer, pool, kl_scale)
-        pool.release(len(groups))                                                 # so many new prompts may start
+        pool.release(len(groups), version + 1)                                    # so many new prompts may start
 
 
 def due(every: int, version: int, last: int) -> bool:
@@ -309,6 +318,7 @@ async def evaluate(cfg: Config, parts: Parts, held_out: list[dict], version: int
     sampled = []
     if k := cfg.eval_samples:
         sampled = await run(k, cfg.generator.temperature, "sampled")
+        result |= await consistency(cfg, parts, sampled)
         result["eval/pass1"] = sum(map(passes, sampled)) / (k * len(prompts))
         result[f"eval/pass{k}"] = sum(passes(g) > 0 for g in sampled) / len(prompts)
     lost = sum((g.dropped for g in greedy + sampled), Counter())
@@ -318,6 +328,16 @@ async def evaluate(cfg: Config, parts: Parts, held_out: list[dict], version: int
         console.print(f"[yellow]the eval lost rollouts:[/] {dict(lost)}; {escape(first)}", soft_wrap=True)
     result["eval/seconds"] = time.monotonic() - began
     return result
+
+
+async def consistency(cfg: Config, parts: Parts, sampled: list[Group], most: int = 256) -> dict[str, float]:
+    """|trainer's - engine's logprob| of freshly sampled tokens, nats: both have the same weights here, which training batches seldom have."""
+    rollouts = [segments for group in sampled for segments in group.rollouts][:most]
+    if not rollouts:
+        return {}
+    batch = collate(rollouts, AGGREGATIONS["token-mean"], cfg.generator.temperature)
+    gap = (await parts.trainer.logprobs(batch) - batch.behaviour_logprobs)[batch.response_mask].abs()      # [N]
+    return {"eval/logprob_gap_max": gap.max().item(), "eval/logprob_gap_mean": gap.mean().item()}
 
 
 # ---------------------------------------------------------------------------------------------------- what is written down
@@ -348,8 +368,8 @@ class Log:
     """runs/<name>/: config.json, metrics.jsonl, reward.png, tensorboard/, rollouts/, checkpoints/<version>/, hf/; and the terminal."""
 
     COLUMNS = {                        # metric -> (heading, format) of the terminal's table
-        "step": ("step", "{:.0f}"), "reward": ("reward", "{:.3f}"), "staleness_max": ("stale", "{:.0f}"), "mismatch_kl": ("mismatch kl", "{:.1e}"),
-        "logprob_gap_max": ("max gap", "{:.1e}"), "grad_norm": ("grad norm", "{:.2f}"), "tokens_per_second": ("tokens/s", "{:.0f}"),
+        "step": ("step", "{:.0f}"), "reward": ("reward", "{:.3f}"), "staleness_mean": ("stale", "{:.2f}"), "staleness_max": ("max stale", "{:.0f}"), "mismatch_kl": ("mismatch kl", "{:.1e}"),
+        "ess_frac": ("ess", "{:.3f}"), "grad_norm": ("grad norm", "{:.2f}"), "tokens_per_second": ("tokens/s", "{:.0f}"),
         "generation_seconds": ("generate s", "{:.2f}"), "train_seconds": ("train s", "{:.2f}"), "publish_seconds": ("publish s", "{:.2f}"),
         "step_seconds": ("step s", "{:.2f}")}
 
@@ -394,28 +414,32 @@ class Log:
         elif "reward" in row and (row["step"] % 10 == 0 or row["step"] == 1):
             console.print("  ".join(f"{heading} {form.format(row[name])}" for name, (heading, form) in self.COLUMNS.items()), soft_wrap=True)
         if "eval/greedy" in row:
-            shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in row.items() if name.startswith("eval/") and isinstance(value, float))
+            shown = "  ".join(f"{name.removeprefix('eval/')} {value:.1e}" if "gap" in name else f"{name.removeprefix('eval/')} {value:.3f}" for name, value in row.items() if name.startswith("eval/") and isinstance(value, float))
             to = self.live.console if self.live else console
             to.print(f"[bold]eval of version {row['eval/version']}[/], {row['eval/prompts']} held-out prompts: {shown}", soft_wrap=True)
             self.plot()
         self.clock.take()                                                          # an eval is not part of the next step's time
 
-    def row(self, version: int, batch: Batch, groups: list[Group], pool: Pool, metrics: dict) -> dict:
-        """The metrics of one step; `version` is that of the weights before it, the row carries the one after it."""
-        response = batch.response_mask
+    def row(self, batch: Batch, groups: list[Group], pool: Pool, metrics: dict) -> dict:
+        """The metrics of one step; batch.version is that of the weights before it, the row carries the one after it."""
+        response, version = batch.response_mask, batch.version
         staleness = version - batch.policy_versions[response]                       # [N] in publishes
-        gap = (batch.old_logprobs - batch.behaviour_logprobs)[response].abs()       # [N] nats
+        gap = (batch.old_logprobs - batch.behaviour_logprobs)[response][staleness == 0].abs()   # nats, where trainer and engine had the same weights
         seconds = {"generation_seconds": 0.0, "train_seconds": 0.0, "publish_seconds": 0.0} | self.clock.take()
         infos = [segments[-1].info for g in groups for segments in g.rollouts]
         rewards, tokens = batch.raw_rewards, int(response.sum())
+        weight, squared = metrics.pop("mismatch_weight"), metrics.pop("mismatch_weight_squared")
+        before = [segments[0].reward >= self.cfg.pass_reward for g in pool.considered for segments in g.rollouts]
         row = {
             "step": version + 1, "version": version + 1, "epoch": pool.stream.epoch(groups[-1].index),
             "reward": rewards.mean().item(), "shaped_reward": batch.rollout_rewards.mean().item(), "reward_std": rewards.std(unbiased=False).item(), "truncated_frac": batch.truncated.float().mean().item(),
             "staleness_mean": staleness.float().mean().item(), "staleness_max": staleness.max().item(),
-            "logprob_gap_max": gap.max().item(), "logprob_gap_mean": gap.mean().item(),
             "rollouts": len(rewards), "response_tokens": tokens, "response_length": tokens / len(rewards), "tokens_per_second": tokens / seconds["step_seconds"],
+            "pass_rate": sum(before) / len(before), "ess_frac": weight ** 2 / squared if squared else 0.0,
             "head_of_line_seconds": pool.head_seconds, "dropped_groups": pool.dropped_groups,
         } | {f"dropped/{reason}": n for reason, n in pool.dropped.items()} | metrics | seconds
+        row |= {"logprob_gap_max": gap.max().item(), "logprob_gap_mean": gap.mean().item()} if len(gap) else {}
+        row |= {f"age{age}/tokens": int(n) for age, n in enumerate(torch.bincount(staleness.long())) if n}
         for name in {k for info in infos for k, v in info.items() if isinstance(v, (int, float))}:
             values = [info[name] for info in infos if name in info]
             row[f"info/{name}"] = sum(values) / len(values)
@@ -426,26 +450,33 @@ class Log:
             row["explained_variance"] = (1 - (batch.returns - batch.values)[response].var(unbiased=False) / spread).item() if spread > 0 else 0.0
         if metrics["mismatch_cut_frac"] > 0.999 and self.cfg.losses.mismatch_mode == "mask":
             console.print(f"[yellow]step {version + 1}: --mismatch-mode mask dropped every token, so nothing was learned.[/] Widen --mismatch-low/-high or --mismatch-limit.")
-        pool.head_seconds = 0.0
+        pool.head_seconds, pool.considered = 0.0, []
         if self.cfg.save_rollouts:
             save_rollouts(self.directory / "rollouts" / f"{version + 1:06d}.npz", groups, batch)
         return row
 
+    async def keep_best(self, row: dict, trainer: Trainer) -> None:
+        """Export to best/ when no earlier eval was better: the weights are those of the eval, for it ended before the next update."""
+        if row["eval/greedy"] > max((r["eval/greedy"] for r in self.rows if "eval/greedy" in r), default=-1.0):
+            await trainer.export((self.directory / "best").resolve())
+            (self.directory / "best" / "eval.json").write_text(json.dumps({k: v for k, v in row.items() if k.startswith("eval/")}, indent=1))
+
     async def checkpoint(self, version: int, trainer: Trainer, pool: Pool, kl_scale: float) -> None:
         """checkpoints/<version>: trainer state and the pool's place; it counts as finished only under its final name."""
         path = (self.directory / "checkpoints" / f"{version:06d}").resolve()
-        await trainer.save(path, {"version": version, "pool": pool.state(), "kl_scale": kl_scale})
+        await trainer.save(path, {"version": version, "kl_scale": kl_scale}, pool.state())
         for old in sorted(finished_checkpoints(self.directory))[: -self.cfg.keep_checkpoints]:
             shutil.rmtree(old)
         self.clock.take()
 
     def plot(self) -> None:
-        """reward.png: reward of every batch, its running mean, and the evals."""
+        """reward.png: reward of every batch, its running mean, and the evals. staleness.png: age of the trained tokens."""
         import matplotlib
 
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
 
+        self.plot_staleness(plt)
         figure, axes = plt.subplots(figsize=(7, 4), dpi=120)
         steps = [r["step"] for r in self.rows if "reward" in r]
         rewards = [r["reward"] for r in self.rows if "reward" in r]
@@ -459,6 +490,23 @@ class Log:
         axes.legend(loc="lower right")
         figure.tight_layout()
         figure.savefig(self.directory / "reward.png")
+        plt.close(figure)
+
+    def plot_staleness(self, plt) -> None:
+        rows = [r for r in self.rows if "reward" in r]
+        figure, (ages, effect) = plt.subplots(2, 1, figsize=(7, 5), dpi=120, sharex=True)
+        oldest = int(max((r["staleness_max"] for r in rows), default=0))
+        shares = [[r.get(f"age{age}/tokens", 0) / r["response_tokens"] for r in rows] for age in range(oldest + 1)]
+        ages.stackplot([r["step"] for r in rows], shares, labels=[f"{age} publishes old" for age in range(oldest + 1)])
+        ages.set(ylabel="share of tokens", ylim=(0, 1), title=f"Age of trained tokens, at most {self.cfg.generator.max_staleness}")
+        ages.legend(loc="lower right")
+        for name, heading in (("ess_frac", "effective sample size"), ("clip_frac", "clipped"), ("mismatch_cut_frac", "cut by the mismatch limits")):
+            effect.plot([r["step"] for r in rows], [r[name] for r in rows], label=heading)
+        effect.set(xlabel="step (batches trained)", ylabel="share", ylim=(-0.02, 1.02))
+        effect.legend(loc="center right")
+        effect.grid(alpha=0.3)
+        figure.tight_layout()
+        figure.savefig(self.directory / "staleness.png")
         plt.close(figure)
 
     def close(self) -> None:
@@ -482,9 +530,12 @@ def save_rollouts(path: Path, groups: list[Group], batch: Batch) -> None:
     for name in ("old_logprobs", "ref_logprobs", "values"):
         if (tensor := getattr(batch, name)) is not None:
             tokens[name] = np.concatenate([row[: len(s)].numpy() for row, s in zip(tensor, rows)])
-    np.savez_compressed(
-        path, **tokens, offsets=np.cumsum([0] + [len(s) for s in rows]), rollout=[s.rollout for s in rows], group=[s.group for s in rows],
-        reward=[s.reward for s in rows], truncated=[s.truncated for s in rows], info=[json.dumps(s.info, default=str) for s in rows])
+    unfinished = path.with_suffix(".unfinished")
+    with unfinished.open("wb") as file:
+        np.savez_compressed(
+            file, **tokens, offsets=np.cumsum([0] + [len(s) for s in rows]), rollout=[s.rollout for s in rows], group=[s.group for s in rows],
+            reward=[s.reward for s in rows], truncated=[s.truncated for s in rows], info=[json.dumps(s.info, default=str) for s in rows])
+    unfinished.rename(path)
 
 
 def read_rows(metrics: Path) -> list[dict]:
@@ -512,7 +563,7 @@ async def run(cfg: Config, plan: Plan, directory: Path) -> None:
             from weight_sync import publish
 
             checkpoints = sorted(finished_checkpoints(directory)) if cfg.resume else []
-            saved = await parts.trainer.load(checkpoints[-1].resolve()) if checkpoints else {"version": 0}
+            saved, in_flight = await parts.trainer.load(checkpoints[-1].resolve()) if checkpoints else ({"version": 0, "kl_scale": 1.0}, None)
             first = saved["version"]
             await publish(parts.trainer, parts.engines, first)                      # engines are synced before anything is sampled
         except BaseException:
@@ -525,14 +576,20 @@ async def run(cfg: Config, plan: Plan, directory: Path) -> None:
             log.write({"step": 0, "version": 0} | await evaluate(cfg, parts, held_out, 0))
 
         async def run_group(n: int, prompt: dict) -> Group:
-            return (await parts.workers[n % len(parts.workers)].run_groups.remote([(n, prompt)], n % len(parts.engines), gen.group_size, gen.temperature, cfg.seed, "train"))[0]
+            seed = None if gen.partial_rollout else cfg.seed                        # when a publish comes decides the tokens anyway; a resumed seeded request ends a CPU engine
+            call = parts.workers[n % len(parts.workers)].run_groups.remote([(n, prompt)], n % len(parts.engines), gen.group_size, gen.temperature, seed, "train")
+            try:
+                return (await call)[0]
+            except asyncio.CancelledError:
+                ray.cancel(call)
+                raise
 
-        minimum = min(2, gen.group_size) if ESTIMATORS[cfg.estimator].groups else 1
-        pool = Pool(PromptStream(prompts, cfg.seed), run_group, slots=gen.prompts_per_step, min_rollouts=minimum, band=gen.dynamic_filter)
-        if "pool" in saved:
-            pool.load_state(saved["pool"])
+        minimum, P = min(2, gen.group_size) if ESTIMATORS[cfg.estimator].groups else 1, gen.prompts_per_step
+        pool = Pool(PromptStream(prompts, cfg.seed), run_group, P, gen.max_staleness, gen.order, minimum, gen.dynamic_filter, gen.give_up_rounds * P, first, (cfg.steps - first) * P)
+        if in_flight:
+            pool.load_state(in_flight)
         log.clock.take()
-        await loop(cfg, parts, pool, held_out, log, first, saved.get("kl_scale", 1.0))
+        await loop(cfg, parts, pool, held_out, log, first, saved["kl_scale"])
         pool.cancel()
         await parts.trainer.export((directory / "hf").resolve())
         finished = f"done: {directory}/ has reward.png, metrics.jsonl, tensorboard/, rollouts/, checkpoints/ and hf/ (for transformers and vLLM)"

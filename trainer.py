@@ -11,6 +11,7 @@ Sources: FSDP2 is torch.distributed.fsdp.fully_shard; models and sharding plans 
 import asyncio
 import json
 import os
+import pickle
 import shutil
 from collections import defaultdict
 from dataclasses import dataclass, fields, replace
@@ -417,7 +418,10 @@ class Trainer:
         plans = [plan_microbatches(batch, (batch.minibatch == m).nonzero()[:, 0], len(self.ranks), self.cfg.tokens_per_microbatch) for m in range(steps)]
         stored = ray.put(batch)
         seen = await asyncio.gather(*[rank.update.remote(stored, [plan[i] for plan in plans], kind) for i, rank in enumerate(self.ranks)])
-        return {name: sum(m[name][0] for m in seen) / max(sum(m[name][1] for m in seen), 1e-12) for name in seen[0]}
+        totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for name, (total, count) in (item for metrics in seen for item in metrics.items()):      # by name: ranks may have seen different ones
+            totals[name] = [totals[name][0] + total, totals[name][1] + count]
+        return {name: total / max(count, 1e-12) for name, (total, count) in totals.items()}
 
     async def open_transfer(self, backend: str, engines: list, workers_per_engine: int) -> None:
         await self._all("open_transfer", backend, engines, workers_per_engine, self.address)
@@ -425,20 +429,21 @@ class Trainer:
     async def send_weights(self) -> None:
         await self._all("send_weights")
 
-    async def save(self, path: Path, extra: dict) -> None:
+    async def save(self, path: Path, extra: dict, pool: dict) -> None:
         """Write a checkpoint directory as a whole: it gets its final name only when everything is in it."""
         unfinished = path.with_name(path.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         await self._all("save", str(unfinished / "trainer"))
+        (unfinished / "pool.pkl").write_bytes(pickle.dumps(pool))
         (unfinished / "run.json").write_text(json.dumps(extra, indent=1))
         shutil.rmtree(path, ignore_errors=True)
         unfinished.rename(path)
 
-    async def load(self, path: Path) -> dict:
-        """Load a finished checkpoint; returns what `save` was given as `extra`."""
+    async def load(self, path: Path) -> tuple[dict, dict]:
+        """Load a finished checkpoint; returns what `save` was given as `extra` and as `pool`."""
         await self._all("load", str(path / "trainer"))
-        return json.loads((path / "run.json").read_text())
+        return json.loads((path / "run.json").read_text()), pickle.loads((path / "pool.pkl").read_bytes())
 
     async def export(self, path: Path) -> None:
         await self._all("export", str(path))

@@ -1,7 +1,9 @@
 """Pool and prompts by hand, Batcher with a scripted engine, Engine and AgentWorker on real vLLM and Ray."""
 
 import asyncio
+import functools
 import json
+import pickle
 from collections import Counter
 from types import SimpleNamespace
 
@@ -50,139 +52,207 @@ class Script:
             await asyncio.sleep(0)
 
 
-def pool_of(script, slots: int, **options) -> Pool:
-    return Pool(PromptStream([{"prompt": str(i)} for i in range(50)], seed=0), script, slots, min_rollouts=2, **options)
+def pool_of(run_group, per_step: int, **options) -> Pool:
+    return Pool(PromptStream([{"prompt": str(i)} for i in range(50)], seed=0), run_group, per_step, **{"min_rollouts": 2, **options})
+
+
+async def begin(script: Script, pool: Pool, count: int) -> asyncio.Task:
+    """take(count), under way."""
+    taking = asyncio.ensure_future(pool.take(count))
+    await script.finish()
+    return taking
+
+
+def numbers(groups: list[Group]) -> list[int]:
+    return [g.index for g in groups]
+
+
+def scenario(test):
+    """An async test; what is left in flight ends with its event loop."""
+    return functools.wraps(test)(lambda *args, **kwargs: asyncio.run(test(*args, **kwargs)))
 
 
 # ---------------------------------------------------------------------------------------------------- pool
-def test_take_returns_groups_in_order_of_start_although_younger_ones_are_complete():
-    async def scenario():
-        script = Script()
-        pool = pool_of(script, slots=4)
-        taking = asyncio.ensure_future(pool.take(2))
-        await script.finish()
-        await script.finish(3, 2, 1)                       # all but the head of the line
-        await asyncio.sleep(0.05)
-        assert not taking.done()
-        await script.finish(0)
-        assert [g.index for g in await taking] == [0, 1]
-        assert 0.05 <= pool.head_seconds < 5               # the wait for the head is counted, from when a younger one was complete
-        pool.cancel()
-
-    asyncio.run(scenario())
+@scenario
+async def test_take_returns_groups_in_order_of_start_although_younger_ones_are_complete():
+    script = Script()
+    pool = pool_of(script, 2, max_staleness=1)
+    taking = await begin(script, pool, 2)
+    await script.finish(3, 2, 1)                           # all but the head of the line
+    await asyncio.sleep(0.05)
+    assert not taking.done() and "prompt group 0" in pool.waiting_for() and "3 of 4" in pool.waiting_for()
+    await script.finish(0)
+    assert numbers(await taking) == [0, 1]
+    assert 0.05 <= pool.head_seconds < 5                   # the wait for the head is counted, from when a younger one was complete
 
 
-def test_waiting_for_a_head_that_ends_first_is_no_time_lost_at_the_head_of_the_line():
-    async def scenario():
-        script = Script()
-        pool = pool_of(script, slots=2)
-        taking = asyncio.ensure_future(pool.take(1))
-        await script.finish()
-        await asyncio.sleep(0.05)
-        await script.finish(0)
-        await taking
-        assert pool.head_seconds == 0
-        pool.cancel()
-
-    asyncio.run(scenario())
+@scenario
+async def test_in_order_of_finish_take_waits_for_nobody_who_is_late():
+    script = Script()
+    pool = pool_of(script, 2, max_staleness=1, order="finished")
+    taking = await begin(script, pool, 2)
+    await script.finish(3)
+    await script.finish(1)
+    assert numbers(await taking) == [3, 1] and pool.head_seconds == 0
 
 
-def test_no_group_starts_before_release_frees_its_slot():
-    """4 slots, 2 taken: still 4 unreleased groups, so nothing starts until the loop has trained and published them."""
-    async def scenario():
-        script = Script()
-        pool = pool_of(script, slots=4)
-        taking = asyncio.ensure_future(pool.take(2))
-        await script.finish()
-        await script.finish(0, 1)
-        await taking
-        assert script.started == [0, 1, 2, 3]
-        pool.release(2)
+@scenario
+async def test_in_order_of_finish_what_grows_too_old_is_dropped_counted_and_issued_again():
+    """P = 1, k = 1: group 0 starts at version 0 and would be trained at 2, so release(2) drops it; its prompt comes next."""
+    script = Script()
+    pool = pool_of(script, 1, max_staleness=1, order="finished")
+    for version, ready in ((1, 1), (2, 2)):
+        taking = await begin(script, pool, 1)
+        await script.finish(ready)
+        assert numbers(await taking) == [ready]
+        pool.release(1, version)
         await asyncio.sleep(0)
-        assert script.started == [0, 1, 2, 3, 4, 5]
-        pool.cancel()
-
-    asyncio.run(scenario())
+    assert (pool.dropped_groups, pool.dropped) == (1, Counter(stale_groups=1))
+    assert script.started == [0, 1, 2, 0, 3]
 
 
-def test_a_dropped_group_is_counted_and_its_replacement_goes_to_the_back():
+@scenario
+async def test_waiting_for_a_head_that_ends_first_is_no_time_lost_at_the_head_of_the_line():
+    script = Script()
+    pool = pool_of(script, 2)
+    taking = await begin(script, pool, 1)
+    await asyncio.sleep(0.05)
+    await script.finish(0)
+    await taking
+    assert pool.head_seconds == 0
+
+
+@scenario
+async def test_no_group_starts_before_release_frees_its_slot():
+    """4 slots, 2 taken: still 4 unreleased groups, so nothing starts until the loop has trained and published them; nor beyond what is wanted."""
+    script = Script()
+    pool = pool_of(script, 2, max_staleness=1, wanted=5)
+    taking = await begin(script, pool, 2)
+    await script.finish(0, 1)
+    await taking
+    assert script.started == [0, 1, 2, 3]
+    pool.release(2, 1)
+    await asyncio.sleep(0)
+    assert script.started == [0, 1, 2, 3, 4]               # two were taken, so three of five are still wanted
+
+
+@scenario
+async def test_drained_waits_for_what_is_in_flight_and_leaves_it_to_be_taken():
+    script = Script()
+    pool = pool_of(script, 1, max_staleness=2)
+    taking = await begin(script, pool, 1)
+    await script.finish(0)
+    await taking
+    draining = asyncio.ensure_future(pool.drained())
+    await script.finish(2)
+    assert not draining.done()
+    await script.finish(1)
+    assert draining.done() and numbers(await pool.take(2)) == [1, 2] and script.started == [0, 1, 2]
+
+
+@scenario
+async def test_a_dropped_group_is_counted_and_its_replacement_goes_to_the_back():
     """Group 0 keeps one rollout of two, fewer than min_rollouts: 1 and 2 are taken, 2 being its replacement."""
-    async def scenario():
-        script = Script({0: 1})
-        pool = pool_of(script, slots=2)
-        taking = asyncio.ensure_future(pool.take(2))
-        await script.finish()
-        await script.finish(0, 1)
-        await script.finish(2)
-        assert [g.index for g in await taking] == [1, 2]
-        assert (pool.dropped_groups, pool.dropped) == (1, Counter(unscored=1))
-
-    asyncio.run(scenario())
+    script = Script({0: 1})
+    pool = pool_of(script, 2)
+    taking = await begin(script, pool, 2)
+    await script.finish(0, 1)
+    await script.finish(2)
+    assert numbers(await taking) == [1, 2]
+    assert (pool.dropped_groups, pool.dropped) == (1, Counter(unscored=1))
 
 
-def test_a_starved_pool_stops_with_counts_and_the_way_out():
-    """b14: every group is lost; after give_up_after of them in a row the run ends with a message instead of waiting for ever."""
-    async def lost(n, prompt):
-        return Group(n, prompt, dropped=Counter(error_ValueError=2), errors=["rollout 0 of prompt 0: ValueError: boom"])
+@scenario
+async def test_the_dynamic_filter_keeps_what_is_strictly_inside_its_band():
+    """Rewards 0 and 0, 1 and 1, 0 and 1: only the third teaches anything; the others are counted, and known to the pass rate."""
+    rewards = {0: (0.0, 0.0), 1: (1.0, 1.0), 2: (0.0, 1.0), 3: (1.0, 0.0)}
 
-    with pytest.raises(ValueError, match=r"5 prompt groups in a row.*error_ValueError': 10.*boom"):
-        asyncio.run(pool_of(lost, slots=2, give_up_after=5).take(2))
+    async def run_group(n, prompt):
+        return Group(n, prompt, rollouts=[[Trajectory(0, n, reward=r)] for r in rewards[n % 4]])
+
+    pool = pool_of(run_group, 2, band=(0.0, 1.0))
+    assert numbers(await pool.take(2)) == [2, 3]
+    assert pool.dropped == Counter(filtered=4) and numbers(pool.considered) == [0, 1, 2, 3]
 
 
-def test_losses_in_between_do_not_add_up_to_giving_up():
+@pytest.mark.parametrize("lost, words", [
+    (Group(0, {}, dropped=Counter(error_ValueError=2), errors=["rollout 0 of prompt 0: ValueError: boom"]), r"5 prompt groups in a row.*error_ValueError': 10.*boom"),
+    (Group(0, {}, rollouts=[[Trajectory(0, 0, reward=1.0)]] * 2), r"5 prompt groups in a row.*filtered': 10.*--dynamic-filter"),
+])
+@scenario
+async def test_a_starved_pool_stops_with_counts_and_the_way_out(lost, words):
+    """b14: every group fails, or is uniform; after give_up_after of them in a row the run ends with a message instead of waiting for ever."""
+    async def run_group(n, prompt):
+        return lost
+
+    with pytest.raises(ValueError, match=words):
+        await pool_of(run_group, 2, give_up_after=5, band=(0.0, 1.0)).take(2)
+
+
+@scenario
+async def test_losses_in_between_do_not_add_up_to_giving_up():
     async def every_other(n, prompt):
         return usable(n, 2 if n % 2 else 0)
 
-    assert [g.index for g in asyncio.run(pool_of(every_other, slots=8, give_up_after=2).take(4))] == [1, 3, 5, 7]
+    assert numbers(await pool_of(every_other, 8, give_up_after=2).take(4)) == [1, 3, 5, 7]
 
 
-@settings(max_examples=50, deadline=None)
-@given(per_step=st.integers(1, 4), lag=st.integers(0, 2), delays=st.lists(st.integers(0, 5), min_size=40, max_size=40), lost=st.sets(st.integers(0, 30), max_size=8))
-def test_no_rollout_starts_more_than_max_staleness_versions_before_it_is_trained(per_step, lag, delays, lost):
-    """Slots = (lag + 1) * P and taking in order of start bound staleness by lag, whatever the durations and losses."""
-    async def scenario():
-        version, started_at = 0, {}
+@settings(max_examples=100, deadline=None)
+@given(per_step=st.integers(1, 4), lag=st.integers(0, 2), order=st.sampled_from(["start", "finished"]), killed=st.integers(0, 5),
+       delays=st.lists(st.integers(0, 12), min_size=40, max_size=40), lost=st.sets(st.integers(0, 30), max_size=8))
+@scenario
+async def test_staleness_is_bounded_and_every_prompt_is_trained_once_or_dropped_for_a_reason(per_step, lag, order, killed, delays, lost):
+    """Whatever the durations and losses, in either order, and across a kill and resume before step `killed`, whose checkpoint
+    is the state after the step before: no group starts more than `lag` versions before it is trained, none is trained
+    twice, and every number up to the last is trained, lost (counted), in flight, or in line again."""
+    version, started_at = 0, {}
 
-        async def run_group(n, prompt):
-            started_at[n] = version
-            for _ in range(delays[n % 40]):
-                await asyncio.sleep(0)
-            return usable(n, 0 if n in lost else 2)
+    async def run_group(n, prompt):
+        started_at[n] = version
+        for _ in range(delays[n % 40]):
+            await asyncio.sleep(0)
+        return usable(n, 0 if n in lost else 2)
 
-        pool, seen = pool_of(run_group, slots=(lag + 1) * per_step), []
-        for _ in range(6):
-            groups = await pool.take(per_step)
-            assert all(0 <= version - started_at[g.index] <= lag for g in groups)
-            seen += [g.index for g in groups]
-            version += 1
-            pool.release(per_step)
-        assert len(seen) == len(set(seen)) and not set(seen) & lost
-        assert set(range(max(seen) + 1)) - set(seen) <= lost | {n for n, _ in pool.running}
-        pool.cancel()
+    def make() -> Pool:
+        return pool_of(run_group, per_step, max_staleness=lag, order=order, version=version)
 
-    asyncio.run(scenario())
+    pool, trained = make(), []
+    for step in range(6):
+        if step == killed:
+            state = pickle.loads(pickle.dumps(pool.state()))
+            pool.cancel()
+            pool = make()
+            pool.load_state(state)
+        groups = await pool.take(per_step)
+        assert all(0 <= version - started_at[n] <= lag for n in numbers(groups))
+        trained += numbers(groups)
+        version += 1
+        pool.release(per_step, version)
+    assert len(trained) == len(set(trained)) and not set(trained) & lost
+    under_way = {f.index for f in pool.running} | set(pool.pending)
+    assert set(range(pool.next)) == set(trained) | (set(range(pool.next)) & lost) | under_way
+    assert not under_way & set(trained)
+    assert pool.dropped_groups == len((set(range(pool.next)) & lost) - under_way) + pool.dropped["stale_groups"]
+    pool.cancel()
 
 
-def test_a_resumed_pool_issues_what_was_in_flight_first_and_skips_nothing():
-    """b20: P0 and P1 trained, P2 and P3 in flight when saved: the resumed pool starts P2, P3, then P4."""
-    async def scenario():
-        first = Script()
-        pool = pool_of(first, slots=4)
-        taking = asyncio.ensure_future(pool.take(2))
-        await first.finish()
-        await first.finish(0, 1)
-        await taking
-        state = json.loads(json.dumps(pool.state()))
-        pool.cancel()
-        script = Script()
-        resumed = pool_of(script, slots=3)
-        resumed.load_state(state)
-        resumed.fill()
-        await asyncio.sleep(0)
-        assert script.started == [2, 3, 4]
-        resumed.cancel()
-
-    asyncio.run(scenario())
+@scenario
+async def test_a_resumed_pool_keeps_what_was_complete_and_issues_the_rest_first():
+    """b20: 0 and 1 trained, 2 complete and 3 in flight when saved: the resumed pool has 2, starts 3 again, then 4, and skips nothing."""
+    first = Script()
+    pool = pool_of(first, 2, max_staleness=1)
+    taking = await begin(first, pool, 2)
+    await first.finish(0, 1, 2)
+    await taking
+    state = pickle.loads(pickle.dumps(pool.state()))
+    pool.cancel()
+    script = Script()
+    resumed = pool_of(script, 2, max_staleness=1, version=1)
+    resumed.load_state(state)
+    taking = await begin(script, resumed, 2)
+    assert script.started == [3, 4, 5]
+    await script.finish(3)
+    assert numbers(await taking) == [2, 3]
 
 
 def test_n04_a_group_short_of_a_rollout_still_counts_each_rollout_once():
@@ -254,7 +324,8 @@ def test_the_arithmetic_split_shares_no_sum_in_either_order():
 
 @pytest.mark.parametrize("flags, words", [
     (dict(temperature=0.0), "--temperature 0.0"), (dict(group_size=0), "--group-size 0"), (dict(max_new_tokens=0), "--max-new-tokens 0"),
-    (dict(max_num_batched_tokens=64), "--max-num-batched-tokens 64"),
+    (dict(max_num_batched_tokens=64), "--max-num-batched-tokens 64"), (dict(max_staleness=-1), "--max-staleness -1"),
+    (dict(max_staleness=0, partial_rollout=True), "--partial-rollout with --max-staleness 0"), (dict(give_up_rounds=0), "--give-up-rounds 0"),
 ])
 def test_flags_that_cannot_work_are_refused_by_name(flags, words):
     with pytest.raises(ValueError, match=words):
@@ -262,24 +333,27 @@ def test_flags_that_cannot_work_are_refused_by_name(flags, words):
 
 
 # ---------------------------------------------------------------------------------------------------- completions
-def reply(token_ids, rows) -> SimpleNamespace:
-    return SimpleNamespace(token_ids=token_ids, logprobs=rows, finish_reason="stop", stop_reason=None)
-
-
 def row(token: int, logprob: float) -> dict:
     return {token: SimpleNamespace(logprob=logprob)}
 
 
-@pytest.mark.parametrize("rows", [None, [row(11, -0.2), row(12, -0.4)], [row(11, -0.2), row(99, -0.4), row(13, -0.1)]])
+@pytest.mark.parametrize("rows", [[], [row(11, -0.2), row(12, -0.4)], [row(11, -0.2), row(99, -0.4), row(13, -0.1)]])
 def test_n17_a_reply_without_a_logprob_for_each_sampled_token_is_refused_and_named(rows):
     with pytest.raises(ValueError, match="train-7-0"):
-        read_completion(reply([11, 12, 13], rows), [0, 0, 0], "train-7-0")
+        read_completion([11, 12, 13], rows, [0, 0, 0], "stop", None, "train-7-0")
 
 
-def test_a_complete_reply_keeps_ids_and_logprobs_in_order():
-    completion = read_completion(reply([11, 12], [row(11, -0.2), row(12, -0.4)]), [3, 3], "x")
-    assert completion.token_ids.tolist() == [11, 12] and completion.policy_versions.tolist() == [3, 3]
-    np.testing.assert_allclose(completion.logprobs, [-0.2, -0.4], rtol=1e-6)
+def test_an_aborted_request_is_no_answer():
+    """b16: "abort" is not the end of an answer."""
+    with pytest.raises(ValueError, match="'abort' after 1 tokens"):
+        read_completion([11], [row(11, -0.2)], [0], "abort", None, "train-7-0")
+
+
+def test_b16_a_complete_reply_keeps_ids_logprobs_and_the_version_of_each_token():
+    """Three tokens of version 3, two of version 4."""
+    completion = read_completion([11, 12, 13, 14, 15], [row(11 + i, -(i + 1) / 10) for i in range(5)], [3, 3, 3, 4, 4], "length", None, "x")
+    assert completion.token_ids.tolist() == [11, 12, 13, 14, 15] and completion.policy_versions.tolist() == [3, 3, 3, 4, 4]
+    np.testing.assert_allclose(completion.logprobs, [-0.1, -0.2, -0.3, -0.4, -0.5], rtol=1e-6)
 
 
 class ScriptedEngine:

@@ -261,14 +261,14 @@ def test_a_checkpoint_resumes_exactly_and_an_unfinished_one_is_not_there(cluster
     for b in batches[:2]:
         loop.run_until_complete(first.update(b, "sft"))
         loop.run_until_complete(first.update(b, "value"))
-    loop.run_until_complete(first.save(tmp_path / "000002", {"version": 2, "pool": {"next": 7}}))
+    loop.run_until_complete(first.save(tmp_path / "000002", {"version": 2}, {"next": 7}))
     expected = loop.run_until_complete(first.update(batches[2], "sft")) | loop.run_until_complete(first.update(batches[2], "value"))
     values = loop.run_until_complete(first.values(batches[2]))
     wanted = loop.run_until_complete(first._all("parameters"))[0]
     end(first)
     assert [p.name for p in tmp_path.iterdir()] == ["000002"]
     second = trainer_of(loop, cfg, critic=True)
-    assert loop.run_until_complete(second.load(tmp_path / "000002")) == {"version": 2, "pool": {"next": 7}}
+    assert loop.run_until_complete(second.load(tmp_path / "000002")) == ({"version": 2}, {"next": 7})
     metrics = loop.run_until_complete(second.update(batches[2], "sft")) | loop.run_until_complete(second.update(batches[2], "value"))
     got = loop.run_until_complete(second._all("parameters"))[0]
     assert torch.equal(loop.run_until_complete(second.values(batches[2])), values) and metrics == expected

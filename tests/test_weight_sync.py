@@ -5,10 +5,11 @@ import shutil
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 from agent import Trajectory
-from estimators import collate
+from estimators import collate, supervised_batch
 from generator import GeneratorConfig, Sampling
 from losses import AGGREGATIONS
 from recipes.arithmetic import prompts
@@ -182,8 +183,6 @@ def test_b18_b19_every_rank_and_engine_of_a_transfer_group_holds_the_published_w
     """Every engine has a rank of its own and every gather is joined by all trainer ranks: 3 updates of all parameters and
     publishes, all engines agree with the sharded trainer to 1e-4. A tied mixture of experts is published four times with every
     engine parameter reached (coverage raises otherwise); its logprobs are not compared here."""
-    import ray
-
     model = hostile_model
     if kind == "experts":
         model = str(tmp_path / "moe")
@@ -206,3 +205,50 @@ def test_b18_b19_every_rank_and_engine_of_a_transfer_group_holds_the_published_w
             ray.kill(actor)
 
     loop.run_until_complete(scenario())
+
+
+@pytest.mark.long
+def test_b16_a_rollout_that_straddles_a_publish_carries_both_versions_token_exact(cluster, loop, tmp_path):
+    """24 answers of up to 400 tokens by a policy of random weights (hardly ever an end), a publish of changed weights in their middle. Every
+    token's logprob equals that of the weights of its version, recomputed by transformers: version 0 up to the boundary,
+    version 1 from it on; the very next token on either side would be off by more than the band under the other weights."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from recipes.make_tiny import make_model
+
+    shutil.copytree(TINY, tmp_path / "random")
+    make_model(AutoTokenizer.from_pretrained(TINY), 128, 4, seed=5).save_pretrained(tmp_path / "random")
+    cfg = Config(model=str(tmp_path / "random"), device="cpu", dtype="float32", trainer=TrainerConfig(learning_rate=3e-3, warmup_steps=0, decay="constant"),
+                 generator=GeneratorConfig(agent=str(ROOT / "recipes/arithmetic.py"), partial_rollout=True, context_length=512, max_new_tokens=400))
+
+    async def scenario():
+        parts = await start(cfg, resolve(cfg))
+        await publish(parts.trainer, parts.engines, 0)
+        await parts.trainer.export(tmp_path / "0")
+        await parts.trainer.update(supervised_batch([([60, 61], [62, 63, 64])], AGGREGATIONS["token-mean"]), "sft")
+        await parts.trainer.export(tmp_path / "1")
+        requests = [(f"long-{i}", np.asarray([261, 60 + i, 61], np.int32), 400, []) for i in range(24)]
+        await parts.engines[0].generate.remote([("warm", requests[0][1], 20, [])], [Sampling()])
+        answers = asyncio.ensure_future(asyncio.wait_for(parts.engines[0].generate.remote(requests, [Sampling()] * 24), 120))
+        await asyncio.sleep(0.4)
+        await publish(parts.trainer, parts.engines, 1)
+        answers = await answers
+        for actor in parts.engines + parts.workers + parts.trainer.ranks:
+            ray.kill(actor)
+        return requests, answers
+
+    requests, answers = loop.run_until_complete(scenario())
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / v) for v in "01"]
+    straddling, apart = 0, []
+    for (_, prompt, _, _), answer in zip(requests, answers):
+        ids = torch.tensor(np.concatenate([prompt, answer.token_ids]))[None].long()
+        with torch.no_grad():
+            under = [(m(ids).logits[0, len(prompt) - 1:-1]).log_softmax(-1).gather(1, ids[0, len(prompt):, None])[:, 0].numpy() for m in models]
+        versions = answer.policy_versions
+        assert len(versions) == len(answer.token_ids) == len(answer.logprobs) <= 400 and (np.diff(versions) >= 0).all()
+        np.testing.assert_allclose(answer.logprobs, np.where(versions == 0, *under), atol=1e-4)
+        if set(versions.tolist()) == {0, 1}:
+            straddling += 1
+            edge = int((versions == 0).sum())
+            apart += [abs(under[0][t] - under[1][t]) for t in (edge - 1, edge)]
+    assert straddling >= 8 and np.median(apart) > 1e-3
