@@ -81,8 +81,8 @@ def collate(rollouts: list[list[Trajectory]], aggregation: Callable, temperature
     index = {segments[0].rollout: i for i, segments in enumerate(rollouts)}
     rollout = torch.tensor([index[s.rollout] for s in rows])                                   # [B]
     position = torch.tensor([p for segments in rollouts for p in range(len(segments))])        # [B]
-    groups = list(dict.fromkeys(segments[0].group for segments in rollouts))
-    group = torch.tensor([groups.index(segments[0].group) for segments in rollouts])           # [R]
+    groups = {g: i for i, g in enumerate(dict.fromkeys(segments[0].group for segments in rollouts))}
+    group = torch.tensor([groups[segments[0].group] for segments in rollouts])                 # [R]
     if minibatches > len(groups):
         raise ValueError(f"--minibatches {minibatches} asks for more optimizer steps than there are prompt groups ({len(groups)}); lower it.")
 

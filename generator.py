@@ -11,7 +11,9 @@ Sources: the streaming pool is arXiv:2607.21653, section 3; the order-of-start r
 
 import asyncio
 import json
+import os
 import time
+import uuid
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -49,6 +51,8 @@ class GeneratorConfig:
     kv_cache_gb: float = 1.0           # KV cache of a CPU engine, GB
     gpu_memory_utilization: float = 0.85  # share of the GPU an engine may take
     rollout_timeout: float = 600.0     # seconds one rollout may take before it is dropped and counted
+    engine_timeout: float = 60.0       # seconds an engine may leave a question unanswered before it is restarted
+    publish_timeout: float = 600.0     # seconds a publish may take before all engines are restarted
 
     def __post_init__(self):
         for name in ("prompts_per_step", "group_size", "give_up_rounds", "engines", "agent_workers", "context_length"):
@@ -106,26 +110,38 @@ def read_completion(token_ids: list[int], rows: list[dict], versions: list[int],
         np.asarray(versions, np.int32), finish_reason, stop_reason)
 
 
-@ray.remote(max_restarts=0, concurrency_groups={"control": 64})
+class EngineGone(RuntimeError):
+    """An engine that has just been restarted has no weights yet: its caller must wait for the run to mend it."""
+
+
+@ray.remote(max_restarts=-1, concurrency_groups={"control": 64})
 class Engine:
     """One vLLM AsyncLLM: token ids in, Completions out, labelled with the version of the weights that sampled them.
 
     Control calls (pause, weight update, resume, health) have a concurrency group, and so an event loop, of their own:
-    thousands of waiting generates never keep a publish from starting.
+    thousands of waiting generates never keep a publish from starting. Ray restarts the actor when it dies; it then
+    waits for `start` and a publish, like a new one.
     """
 
     def __init__(self, model: str, cfg: GeneratorConfig, dtype: str, transfer: str, tie_word_embeddings: bool):
         self.model, self.cfg, self.dtype, self.transfer = model, cfg, dtype, transfer
         self.untie = tie_word_embeddings and transfer == "gloo"    # the CPU engine prepacks a head of its own
         self.version = -1                                          # dummy weights: nothing may be sampled before the first publish
-        self.in_flight = 0
+        self.llm = None
 
-    async def start(self) -> None:
-        """Load vLLM with dummy weights; the real ones come with the first publish."""
+    async def start(self, orphans: list[int] = []) -> list[int]:
+        """Load vLLM with dummy weights; the real ones come with the next publish. Returns the ids of vLLM's processes.
+
+        `orphans` are those of the actor's earlier life: they outlive it, and would keep their memory.
+        """
+        import psutil
         from vllm import AsyncEngineArgs
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        for process in psutil.process_iter():
+            if process.pid in orphans and "VLLM" in process.name():
+                process.kill()
         self.loop = asyncio.get_running_loop()
         cpu = {"enforce_eager": True, "kv_cache_memory_bytes": int(self.cfg.kv_cache_gb * 2**30), "distributed_executor_backend": "uni"}
         share = self.cfg.gpu_memory_utilization * (0.5 if self.transfer == "ipc" else 1.0)      # ipc: the trainer needs the other half
@@ -138,6 +154,7 @@ class Engine:
             hf_overrides={"tie_word_embeddings": False} if self.untie else {},
             weight_transfer_config=WeightTransferConfig(backend=self.transfer), **(cpu if self.transfer == "gloo" else gpu)))
         await self.llm.collective_rpc("watch_weights")
+        return [process.pid for process in psutil.Process().children(recursive=True)]
 
     async def generate(self, requests: list[tuple[str, np.ndarray, int, list[str]]], sampling: list[Sampling]) -> list[Completion]:
         """(name, token_ids, max_tokens, stop strings) of each request -> its Completion, in order."""
@@ -148,7 +165,7 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         if self.version < 0:
-            raise RuntimeError("This engine still has dummy weights; publish version 0 before anything is sampled.")
+            raise EngineGone("This engine still has dummy weights; publish a version before anything is sampled.")
         params = SamplingParams(
             n=1, temperature=sampling.temperature, top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
             repetition_penalty=1.0, seed=sampling.seed, max_tokens=max_tokens, min_tokens=0, stop=stop or None, ignore_eos=False, logprobs=0,
@@ -161,14 +178,22 @@ class Engine:
                 rows += answer.logprobs or []
                 versions += [self.version] * len(answer.token_ids)
         except Exception:
-            if self.llm.errored:                                   # vLLM's own process died: so does this actor, and everyone learns it
-                ray.actor.exit_actor()
+            if self.llm.errored:                                   # vLLM's own process died: so does this actor, everyone learns it, and Ray restarts it
+                os._exit(1)
             raise
         return read_completion(ids, rows, versions, answer.finish_reason, answer.stop_reason, name)
 
     async def _control(self, coroutine):
         """Run on the loop that vLLM's client lives on: control calls arrive on another one."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
+
+    @ray.method(concurrency_group="control")
+    async def serving(self) -> int | None:
+        """Version of the weights it serves (-1: none yet), told only if vLLM's own processes answer; None: not started."""
+        if self.llm is None:
+            return None
+        await self._control(self.llm.collective_rpc("ping"))
+        return self.version
 
     @ray.method(concurrency_group="control")
     async def pause(self) -> None:
@@ -233,9 +258,12 @@ def rollout_seed(run_seed: int, group: int, member: int, turn: int) -> int:
     return int(np.random.SeedSequence([run_seed, group, member, turn]).generate_state(1)[0])
 
 
-@ray.remote(max_restarts=0)
+@ray.remote(max_restarts=-1)
 class AgentWorker:
-    """Runs the episodes of whole prompt groups. Where the agent takes one turn, a group travels in one engine call."""
+    """Runs the episodes of whole prompt groups. Where the agent takes one turn, a group travels in one engine call.
+
+    Ray restarts it when it dies; the pool's groups that it was running are then asked for again.
+    """
 
     def __init__(self, model: str, cfg: GeneratorConfig, engines: list):
         from transformers import AutoTokenizer
@@ -244,6 +272,7 @@ class AgentWorker:
         self.cfg, self.engines = cfg, engines
         self.agent = load_agent(cfg.agent).AgentRunner
         self.budget = Budget(cfg.context_length, cfg.max_new_tokens)
+        self.life = uuid.uuid4().hex[:8]                   # an engine may still know requests of an earlier life by name
 
     async def run_groups(self, prompts: list[tuple[int, dict]], engine: int, samples: int, temperature: float, seed: int | None, name: str) -> list[Group]:
         """`samples` rollouts of each (index, prompt), on one engine. Failures are counted by reason, never turned into rewards.
@@ -270,12 +299,12 @@ class AgentWorker:
 
         async def generate(token_ids, max_tokens, stop, turn) -> Completion:
             sampling = Sampling(temperature, None if seed is None or not temperature else rollout_seed(seed, index, member, turn))
-            return await batcher.generate((f"{name}-{rollout}-{turn}", token_ids, max_tokens, stop), sampling)
+            return await batcher.generate((f"{name}-{rollout}-{turn}-{self.life}", token_ids, max_tokens, stop), sampling)
 
         try:
             async with limit:
                 segments = await run_episode(self.agent(), prompt, self.tokenizer, generate, self.budget, rollout, index)
-        except ray.exceptions.RayActorError:               # the engine is gone: the run's matter, not this rollout's
+        except (ray.exceptions.RayActorError, EngineGone):     # the engine is gone: the run's matter, not this rollout's
             raise
         except Exception as error:                         # one agent's fault costs one rollout; it is counted and shown
             if limit.expired():
@@ -408,8 +437,9 @@ class Flight:
     def __post_init__(self):
         self.task.add_done_callback(self.end)
 
-    def end(self, _) -> None:
+    def end(self, task: asyncio.Future) -> None:
         self.ended = time.monotonic()
+        task.cancelled() or task.exception()     # whoever takes the group sees it; asyncio need not complain of those nobody takes
 
 
 class Pool:
@@ -495,10 +525,10 @@ class Pool:
             self.fill()
         return groups
 
-    async def drained(self) -> None:
-        """Returns when no group is in flight any more; complete ones stay to be taken."""
-        if self.running:
-            await asyncio.wait([f.task for f in self.running])
+    async def drained(self, stalled: set[int]) -> None:
+        """Returns when no group is in flight any more but those that wait for an engine; complete ones stay to be taken."""
+        while busy := [f.task for f in self.running if f.ended is None and f.index not in stalled]:
+            await asyncio.wait(busy, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
 
     def release(self, count: int, version: int) -> None:
         """`count` groups have been trained and `version` published: as many new ones may start, under its weights."""

@@ -211,7 +211,8 @@ def value_loss(values: Tensor, batch, cfg: "LossConfig") -> tuple[Tensor, Tensor
     values, old, returns = (torch.where(mask, x, torch.zeros_like(x)) for x in (values, batch.values, batch.returns))
     plain = (values - returns) ** 2 / 2                                                        # [B, T]
     clipped = (old + (values - old).clamp(-cfg.value_clip, cfg.value_clip) - returns) ** 2 / 2
-    return torch.maximum(plain, clipped), (clipped > plain) & mask
+    beyond = (values - old).abs() > cfg.value_clip                                             # rounding is no clip
+    return torch.maximum(plain, clipped), (clipped > plain) & beyond & mask
 
 
 # ---------------------------------------------------------------------------------------------------- configuration, sum

@@ -16,8 +16,10 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -32,7 +34,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from estimators import ESTIMATORS, Batch, EstimatorConfig, collate, shape_rewards, value_targets
-from generator import AgentWorker, Engine, GeneratorConfig, Group, Pool, PromptStream, read_prompts
+from generator import AgentWorker, Engine, EngineGone, GeneratorConfig, Group, Pool, PromptStream, read_prompts
 from losses import AGGREGATIONS, LossConfig, adapt_kl_scale
 from trainer import Trainer, TrainerConfig
 
@@ -196,13 +198,122 @@ def locate(model: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------- placement
-@dataclass
 class Parts:
-    """The running actors."""
+    """The running actors, and what keeps them running.
 
-    trainer: Trainer
-    engines: list
-    workers: list
+    An engine that dies or is stuck is restarted, joined to a new transfer group and brought to the current version before
+    it serves; prompt groups that were on it wait and are asked for again. That happens where the trainer's weights have
+    a known version: while the loop waits for rollouts, and at a publish. A trainer rank that dies ends the run.
+    """
+
+    def __init__(self, trainer: Trainer, engines: list, workers: list, plan: Plan, gen: GeneratorConfig):
+        self.trainer, self.engines, self.workers, self.plan, self.gen = trainer, engines, workers, plan, gen
+        self.processes: list[list[int]] = [[] for _ in engines]   # vLLM's, of each engine
+        self.broken, self.mended, self.stalled = asyncio.Event(), asyncio.Event(), set()   # stalled: groups that wait for an engine
+        self.mended.set()
+        self.restarts, self.publishing = 0, False
+
+    async def start(self) -> None:
+        self.processes, _ = await asyncio.gather(asyncio.gather(*[e.start.remote() for e in self.engines]), self.trainer.start())
+        await self.trainer.open_transfer(self.plan.transfer, self.engines, self.gen.engine_tp_size)
+
+    async def run_group(self, n: int, prompt: dict, seed: int | None) -> Group:
+        """Prompt group n on its worker and engine; when one of them dies, again when there is a new one, a few times."""
+        lives, gone_since = 3, None
+        while True:
+            await self.mended.wait()
+            worker, engine = self.workers[n % len(self.workers)], n % len(self.engines)
+            call = worker.run_groups.remote([(n, prompt)], engine, self.gen.group_size, self.gen.temperature, seed, "train")
+            try:
+                return (await call)[0]
+            except asyncio.CancelledError:
+                ray.cancel(call)
+                raise
+            except (ray.exceptions.RayActorError, EngineGone) as error:
+                if isinstance(error, ray.exceptions.RayTaskError):   # raised inside the worker: it was the engine
+                    lives -= 1
+                    self.stalled.add(n)
+                    self.mended.clear()
+                    self.broken.set()
+                else:                                                # the worker: Ray is restarting it
+                    gone_since = gone_since or time.monotonic()
+                    await asyncio.sleep(1)
+                if lives == 0 or gone_since and time.monotonic() - gone_since > 300:
+                    raise
+
+    async def watch(self) -> None:
+        """For ever: an engine that answers nothing for --engine-timeout seconds is killed, so that whoever waits for it learns it."""
+        while True:
+            await asyncio.sleep(self.gen.engine_timeout / 2)
+            for i, engine in enumerate(self.engines):
+                try:
+                    await asyncio.wait_for(engine.serving.remote(), self.gen.engine_timeout)
+                except TimeoutError:
+                    if not self.publishing:              # a publish keeps engines busy, and has a deadline of its own
+                        console.print(f"[yellow]engine {i} has not answered for {self.gen.engine_timeout:.0f} s[/]")
+                        ray.kill(engine, no_restart=False)
+                except ray.exceptions.RayError:
+                    pass                                 # it has died: its rollouts know
+
+    async def guarded(self, wanted: Coroutine, version: int):
+        """Await `wanted`, and mend what breaks meanwhile; the trainer has the weights of `version` and is idle."""
+        task = asyncio.ensure_future(wanted)
+        while not task.done():
+            broke = asyncio.ensure_future(self.broken.wait())
+            await asyncio.wait({task, broke}, return_when=asyncio.FIRST_COMPLETED)
+            broke.cancel()
+            if self.broken.is_set() and not task.done():
+                await self.mend(version)
+        return task.result()
+
+    async def publish(self, version: int) -> None:
+        """weight_sync.publish to all engines. If it fails, they may hold parts of two versions: all are restarted, and it is done again, twice at most."""
+        from weight_sync import publish
+
+        for last in (False, False, True):
+            if self.broken.is_set():
+                return await self.mend(version)
+            self.publishing = True
+            try:
+                return await publish(self.trainer, self.engines, version, self.gen.publish_timeout)
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                if last:
+                    raise
+                console.print(f"[yellow]publishing version {version} failed:[/] {escape(str(error).strip().splitlines()[-1])}", soft_wrap=True)
+                for engine in self.engines:
+                    ray.kill(engine, no_restart=False)
+                self.mended.clear()
+                self.broken.set()
+            finally:
+                self.publishing = False
+
+    async def mend(self, version: int) -> None:
+        """Every engine serves `version` again: those that do not answer are killed, started anew, and published to in a group of their own."""
+        from weight_sync import publish
+
+        async def serving(engine) -> int | None:
+            try:
+                return await asyncio.wait_for(engine.serving.remote(), 30)
+            except (ray.exceptions.RayError, TimeoutError):
+                ray.kill(engine, no_restart=False)
+                return None
+
+        began, found = time.monotonic(), await asyncio.gather(*[serving(e) for e in self.engines])
+        dead = [i for i, v in enumerate(found) if v is None]
+        console.print(f"[yellow]restarting engine {', '.join(map(str, dead)) or 'none'}[/]: it died or did not answer; {len(self.stalled)} prompt groups wait for it")
+        started = await asyncio.gather(*[self.engines[i].start.remote(self.processes[i]) for i in dead])
+        for i, processes in zip(dead, started):
+            self.processes[i] = processes
+        behind = [e for i, e in enumerate(self.engines) if i in dead or found[i] != version]
+        await self.trainer.open_transfer(self.plan.transfer, behind, self.gen.engine_tp_size)
+        await publish(self.trainer, behind, version, self.gen.publish_timeout)
+        if len(behind) < len(self.engines):
+            await self.trainer.open_transfer(self.plan.transfer, self.engines, self.gen.engine_tp_size)
+        self.restarts += len(dead)
+        self.stalled.clear()
+        self.broken.clear()
+        self.mended.set()
+        console.print(f"all engines serve version {version} again after {time.monotonic() - began:.0f} s")
 
 
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
@@ -245,25 +356,22 @@ async def start(cfg: Config, plan: Plan) -> Parts:
     gpu = {"gloo": 0, "nccl": 1, "ipc": 0.5}[plan.transfer]              # ipc: engine and trainer share the one GPU
     engines = [Engine.options(num_cpus=0, num_gpus=gpu * gen.engine_tp_size, max_concurrency=100_000, runtime_env=engine_threads)
                .remote(plan.model, gen, plan.dtype, plan.transfer, plan.tie_word_embeddings) for _ in range(gen.engines)]
-    ready = [engine.start.remote() for engine in engines]
     training = replace(cfg.trainer, ref=plan.ref, critic=plan.critic)
     trainer = Trainer(plan.model, training, cfg.losses, plan.device, plan.dtype, cfg.steps, cfg.seed, dict(num_cpus=0, num_gpus=gpu, runtime_env=threads),
                       ref=cfg.reference, critic=ESTIMATORS[cfg.estimator].critic)
     workers = [AgentWorker.options(num_cpus=0, max_concurrency=100_000).remote(plan.model, gen, engines) for _ in range(gen.agent_workers)]
-    await asyncio.gather(trainer.start(), *ready)
-    await trainer.open_transfer(plan.transfer, engines, gen.engine_tp_size)
-    return Parts(trainer, engines, workers)
+    parts = Parts(trainer, engines, workers, plan, gen)
+    await parts.start()
+    return parts
 
 
 # ---------------------------------------------------------------------------------------------------- the loop
 async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log: "Log", first: int, kl_scale: float) -> None:
     """One training step, a phase a line. version = batches trained = publishes = what vLLM samples with."""
-    from weight_sync import publish
-
     trainer, clock, aggregation, method = parts.trainer, log.clock, AGGREGATIONS[cfg.losses.aggregation], ESTIMATORS[cfg.estimator]
     for version in range(first, cfg.steps):
-        with clock("generation"):
-            groups = await pool.take(cfg.generator.prompts_per_step)              # none started more than max_staleness publishes ago
+        with clock("generation", pool.waiting_for):
+            groups = await parts.guarded(pool.take(cfg.generator.prompts_per_step), version)   # none started more than max_staleness publishes ago
         with clock("train"):                                                      # meanwhile the pool's next groups are generated
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             batch = collate(rollouts, aggregation, cfg.generator.temperature, cfg.trainer.minibatches, cfg.losses.mask_truncated, version)
@@ -282,9 +390,9 @@ async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log:
                 kl_scale = adapt_kl_scale(kl_scale, metrics["ref_kl"], len(rollouts), cfg.losses)
         with clock("publish"):
             if not cfg.generator.partial_rollout:
-                await pool.drained()                                              # rollouts end under the weights they began with
-            await publish(trainer, parts.engines, version + 1)                    # from here on vLLM samples the new weights
-        row = log.row(batch, groups, pool, metrics)
+                await pool.drained(parts.stalled)                                 # rollouts end under the weights they began with
+            await parts.publish(version + 1)                                      # from here on vLLM samples the new weights
+        row = log.row(batch, groups, pool, metrics, parts.restarts)
         if due(cfg.eval_every, version + 1, cfg.steps):
             row |= await evaluate(cfg, parts, held_out, version + 1)              # before the next publish: one version
             await log.keep_best(row, trainer)
@@ -342,20 +450,29 @@ async def consistency(cfg: Config, parts: Parts, sampled: list[Group], most: int
 
 # ---------------------------------------------------------------------------------------------------- what is written down
 class Clock:
-    """`with clock("train"):` adds the seconds of a phase; `take` hands them out and starts anew."""
+    """`with clock("train"):` adds the seconds of a phase; `take` hands them out and starts anew.
 
-    def __init__(self):
-        self.seconds, self.began = Counter(), time.monotonic()
+    No wait is silent: after `patience` seconds, and again after as many, the terminal says what it waits for.
+    """
 
-    def __call__(self, phase: str):
-        self.phase = phase
+    def __init__(self, patience: float = 60.0):
+        self.seconds, self.began, self.patience = Counter(), time.monotonic(), patience
+
+    def __call__(self, phase: str, waiting_for: Callable[[], str] = str):
+        self.phase, self.waiting_for = phase, waiting_for
         return self
 
     def __enter__(self):
         self.start = time.monotonic()
+        self.reminder = asyncio.get_running_loop().call_later(self.patience, self.remind)
 
     def __exit__(self, *_):
+        self.reminder.cancel()
         self.seconds[self.phase] += time.monotonic() - self.start
+
+    def remind(self) -> None:
+        console.print(f"[yellow]waiting {time.monotonic() - self.start:.0f} s for {self.phase}[/] {escape(self.waiting_for())}", soft_wrap=True)
+        self.reminder = asyncio.get_running_loop().call_later(self.patience, self.remind)
 
     def take(self) -> dict[str, float]:
         now = time.monotonic()
@@ -420,7 +537,7 @@ class Log:
             self.plot()
         self.clock.take()                                                          # an eval is not part of the next step's time
 
-    def row(self, batch: Batch, groups: list[Group], pool: Pool, metrics: dict) -> dict:
+    def row(self, batch: Batch, groups: list[Group], pool: Pool, metrics: dict, restarts: int) -> dict:
         """The metrics of one step; batch.version is that of the weights before it, the row carries the one after it."""
         response, version = batch.response_mask, batch.version
         staleness = version - batch.policy_versions[response]                       # [N] in publishes
@@ -436,7 +553,7 @@ class Log:
             "staleness_mean": staleness.float().mean().item(), "staleness_max": staleness.max().item(),
             "rollouts": len(rewards), "response_tokens": tokens, "response_length": tokens / len(rewards), "tokens_per_second": tokens / seconds["step_seconds"],
             "pass_rate": sum(before) / len(before), "ess_frac": weight ** 2 / squared if squared else 0.0,
-            "head_of_line_seconds": pool.head_seconds, "dropped_groups": pool.dropped_groups,
+            "engine_restarts": restarts, "head_of_line_seconds": pool.head_seconds, "dropped_groups": pool.dropped_groups,
         } | {f"dropped/{reason}": n for reason, n in pool.dropped.items()} | metrics | seconds
         row |= {"logprob_gap_max": gap.max().item(), "logprob_gap_mean": gap.mean().item()} if len(gap) else {}
         row |= {f"age{age}/tokens": int(n) for age, n in enumerate(torch.bincount(staleness.long())) if n}
@@ -560,12 +677,10 @@ async def run(cfg: Config, plan: Plan, directory: Path) -> None:
         parts, log = None, None
         try:
             parts = await start(cfg, plan)
-            from weight_sync import publish
-
             checkpoints = sorted(finished_checkpoints(directory)) if cfg.resume else []
             saved, in_flight = await parts.trainer.load(checkpoints[-1].resolve()) if checkpoints else ({"version": 0, "kl_scale": 1.0}, None)
             first = saved["version"]
-            await publish(parts.trainer, parts.engines, first)                      # engines are synced before anything is sampled
+            await parts.publish(first)                                              # engines are synced before anything is sampled
         except BaseException:
             ray.shutdown()
             raise
@@ -575,21 +690,16 @@ async def run(cfg: Config, plan: Plan, directory: Path) -> None:
         if first == 0:
             log.write({"step": 0, "version": 0} | await evaluate(cfg, parts, held_out, 0))
 
-        async def run_group(n: int, prompt: dict) -> Group:
-            seed = None if gen.partial_rollout else cfg.seed                        # when a publish comes decides the tokens anyway; a resumed seeded request ends a CPU engine
-            call = parts.workers[n % len(parts.workers)].run_groups.remote([(n, prompt)], n % len(parts.engines), gen.group_size, gen.temperature, seed, "train")
-            try:
-                return (await call)[0]
-            except asyncio.CancelledError:
-                ray.cancel(call)
-                raise
+        seed = None if gen.partial_rollout else cfg.seed     # when a publish comes decides the tokens anyway; and a CPU engine ends when it resumes a seeded request
 
         minimum, P = min(2, gen.group_size) if ESTIMATORS[cfg.estimator].groups else 1, gen.prompts_per_step
-        pool = Pool(PromptStream(prompts, cfg.seed), run_group, P, gen.max_staleness, gen.order, minimum, gen.dynamic_filter, gen.give_up_rounds * P, first, (cfg.steps - first) * P)
+        pool = Pool(PromptStream(prompts, cfg.seed), lambda n, prompt: parts.run_group(n, prompt, seed), P, gen.max_staleness, gen.order, minimum, gen.dynamic_filter, gen.give_up_rounds * P, first, (cfg.steps - first) * P)
         if in_flight:
             pool.load_state(in_flight)
         log.clock.take()
+        watching = asyncio.ensure_future(parts.watch())
         await loop(cfg, parts, pool, held_out, log, first, saved["kl_scale"])
+        watching.cancel()
         pool.cancel()
         await parts.trainer.export((directory / "hf").resolve())
         finished = f"done: {directory}/ has reward.png, metrics.jsonl, tensorboard/, rollouts/, checkpoints/ and hf/ (for transformers and vLLM)"
@@ -655,6 +765,12 @@ def main() -> int:
     except ray.exceptions.RayActorError as error:
         console.print(f"[bold red]error:[/] an engine, a trainer rank or an agent worker died: {escape(str(error))}\n"
                       "Its log is in /tmp/ray/session_latest/logs. Go on from the last checkpoint with --resume.", soft_wrap=True)
+        return 1
+    except Exception as error:                            # a full disk, a trainer rank's own error, a fault of ours
+        (Path(directory) / "error.log").write_text(traceback.format_exc()) if directory.is_dir() else traceback.print_exc()
+        finished = sorted(finished_checkpoints(directory))
+        console.print(f"[bold red]error:[/] {type(error).__name__}: {escape((str(error).strip().splitlines() or [''])[-1])}\nThe whole of it is in {directory}/error.log. "
+                      + (f"Go on from version {int(finished[-1].name)} with --resume." if finished else "There is no checkpoint yet."), soft_wrap=True)
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         finished = sorted(finished_checkpoints(directory))

@@ -131,6 +131,10 @@ WeightTransferTrainerFactory.register_engine("gloo", GlooTrainer)
 class Receiver:
     """Mixed into vLLM's worker: counts what a publish really loaded, parameter by parameter."""
 
+    def ping(self) -> bool:
+        """Answers when the worker does: not while it is stuck in a transfer."""
+        return True
+
     def watch_weights(self) -> None:
         """From now on note every element that reaches an engine parameter. Called once, before the first publish."""
         model = self.model_runner.model
@@ -226,8 +230,8 @@ async def publish(trainer, engines: list, version: int, deadline: float = 600.0)
     """Bring the trainer's weights to every engine as `version`: pause(keep), send, check coverage, relabel, resume.
 
     The label changes just before resume, when no token of the old weights can still arrive. Caches of the old weights
-    are dropped by the pause. Raises RuntimeError, engines left paused, when some engine parameter was not reached or
-    after `deadline` seconds, naming what it waited for: vLLM's transfer itself never gives up.
+    are dropped by the pause. Raises, engines left paused, RuntimeError when some engine parameter was not reached, and
+    TimeoutError after `deadline` seconds, naming what it waited for: vLLM's transfer itself never gives up.
     """
     phase = "the engines to pause"
     try:
@@ -238,7 +242,7 @@ async def publish(trainer, engines: list, version: int, deadline: float = 600.0)
             phase = "the engines to say what they received"
             missing = {name for names in await asyncio.gather(*[e.missing_weights.remote() for e in engines]) for name in names}
     except TimeoutError:
-        raise RuntimeError(f"Publishing version {version}: waited {deadline:.0f} s for {phase}. A rank or an engine is stuck or dead.") from None
+        raise TimeoutError(f"Publishing version {version}: waited {deadline:.0f} s for {phase}. A rank or an engine is stuck or dead.") from None
     if missing:
         raise RuntimeError(
             f"Publishing version {version} did not reach {len(missing)} engine parameters: {', '.join(sorted(missing)[:8])}. They would go on with "

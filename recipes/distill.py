@@ -16,7 +16,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 STUDENT = ["--hidden", "96", "--layers", "3", "--targets", "0.1", "0.2"]
-TRAIN = ["--estimator", "on_policy_distill", "--loss", "reinforce", "--learning-rate", "5e-4"]
+TRAIN = ["--estimator", "on_policy_distill", "--loss", "reinforce", "--learning-rate", "1e-3"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def main(cfg: Config) -> None:
         unfinished = student.with_name(student.name + ".unfinished")
         subprocess.run([sys.executable, str(ROOT / "recipes/make_tiny.py"), "--out", str(unfinished), *STUDENT], check=True)
         unfinished.rename(student)
-    sys.exit(subprocess.run([sys.executable, str(ROOT / "train.py"), "--model", str(student), "--ref", cfg.teacher, *TRAIN, *cfg.train], cwd=ROOT).returncode)
+    sys.exit(subprocess.run([sys.executable, str(ROOT / "train.py"), "--model", str(student), "--ref", cfg.teacher, *TRAIN, *cfg.train]).returncode)
 
 
 if __name__ == "__main__":

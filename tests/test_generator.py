@@ -138,16 +138,17 @@ async def test_no_group_starts_before_release_frees_its_slot():
 
 @scenario
 async def test_drained_waits_for_what_is_in_flight_and_leaves_it_to_be_taken():
+    """0 is taken, 1 and 2 are in flight; 3 waits for an engine that died, so nobody waits for it."""
     script = Script()
-    pool = pool_of(script, 1, max_staleness=2)
+    pool = pool_of(script, 1, max_staleness=3)
     taking = await begin(script, pool, 1)
     await script.finish(0)
     await taking
-    draining = asyncio.ensure_future(pool.drained())
+    draining = asyncio.ensure_future(pool.drained({3}))
     await script.finish(2)
     assert not draining.done()
     await script.finish(1)
-    assert draining.done() and numbers(await pool.take(2)) == [1, 2] and script.started == [0, 1, 2]
+    assert draining.done() and numbers(await pool.take(2)) == [1, 2] and script.started == [0, 1, 2, 3]
 
 
 @scenario

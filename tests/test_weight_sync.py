@@ -173,7 +173,7 @@ def test_b19_a_publish_that_stalls_raises_within_its_deadline_and_says_what_it_w
         await asyncio.Event().wait()
 
     engine = SimpleNamespace(**{name: SimpleNamespace(remote=nothing) for name in ("pause", "missing_weights", "resume")})
-    with pytest.raises(RuntimeError, match="version 3: waited 0 s for the weights to be sent"):
+    with pytest.raises(TimeoutError, match="version 3: waited 0 s for the weights to be sent"):
         loop.run_until_complete(publish(SimpleNamespace(send_weights=never), [engine], 3, deadline=0.05))
 
 
