@@ -265,21 +265,21 @@ class AgentWorker:
     Ray restarts it when it dies; the pool's groups that it was running are then asked for again.
     """
 
-    def __init__(self, model: str, cfg: GeneratorConfig, engines: list):
+    def __init__(self, model: str, cfg: GeneratorConfig):
         from transformers import AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.cfg, self.engines = cfg, engines
+        self.cfg = cfg
         self.agent = load_agent(cfg.agent).AgentRunner
         self.budget = Budget(cfg.context_length, cfg.max_new_tokens)
         self.life = uuid.uuid4().hex[:8]                   # an engine may still know requests of an earlier life by name
 
-    async def run_groups(self, prompts: list[tuple[int, dict]], engine: int, samples: int, temperature: float, seed: int | None, name: str) -> list[Group]:
-        """`samples` rollouts of each (index, prompt), on one engine. Failures are counted by reason, never turned into rewards.
+    async def run_groups(self, prompts: list[tuple[int, dict]], engine, samples: int, temperature: float, seed: int | None, name: str) -> list[Group]:
+        """`samples` rollouts of each (index, prompt), on the engine given (an actor). Failures are counted by reason, never turned into rewards.
 
         `name` makes request names unique; `seed` is the run's, from which every rollout's and turn's follows; None: not seeded.
         """
-        batcher = Batcher(self.engines[engine], together=self.agent.max_turns == 1)
+        batcher = Batcher(engine, together=self.agent.max_turns == 1)
         return await asyncio.gather(*[self._group(batcher, index, prompt, samples, temperature, seed, name) for index, prompt in prompts])
 
     async def _group(self, batcher: "Batcher", index: int, prompt: dict, samples: int, temperature: float, seed: int | None, name: str) -> Group:

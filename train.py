@@ -222,7 +222,7 @@ class Parts:
         lives, gone_since = 3, None
         while True:
             await self.mended.wait()
-            worker, engine = self.workers[n % len(self.workers)], n % len(self.engines)
+            worker, engine = self.workers[n % len(self.workers)], self.engines[n % len(self.engines)]
             call = worker.run_groups.remote([(n, prompt)], engine, self.gen.group_size, self.gen.temperature, seed, "train")
             try:
                 return (await call)[0]
@@ -359,7 +359,7 @@ async def start(cfg: Config, plan: Plan) -> Parts:
     training = replace(cfg.trainer, ref=plan.ref, critic=plan.critic)
     trainer = Trainer(plan.model, training, cfg.losses, plan.device, plan.dtype, cfg.steps, cfg.seed, dict(num_cpus=0, num_gpus=gpu, runtime_env=threads),
                       ref=cfg.reference, critic=ESTIMATORS[cfg.estimator].critic)
-    workers = [AgentWorker.options(num_cpus=0, max_concurrency=100_000).remote(plan.model, gen, engines) for _ in range(gen.agent_workers)]
+    workers = [AgentWorker.options(num_cpus=0, max_concurrency=100_000).remote(plan.model, gen) for _ in range(gen.agent_workers)]
     parts = Parts(trainer, engines, workers, plan, gen)
     await parts.start()
     return parts
@@ -414,7 +414,7 @@ async def evaluate(cfg: Config, parts: Parts, held_out: list[dict], version: int
     async def run(samples: int, temperature: float, name: str) -> list[Group]:
         numbered = list(enumerate(prompts))
         parted = [numbered[i::len(parts.engines)] for i in range(len(parts.engines))]     # each engine's share, whole: one call
-        calls = [parts.workers[i % len(parts.workers)].run_groups.remote(part, i, samples, temperature, cfg.seed + 1, f"{name}-{version}") for i, part in enumerate(parted)]
+        calls = [parts.workers[i % len(parts.workers)].run_groups.remote(part, parts.engines[i], samples, temperature, cfg.seed + 1, f"{name}-{version}") for i, part in enumerate(parted)]
         return [group for part in await asyncio.gather(*calls) for group in part]
 
     def passes(group: Group) -> int:

@@ -475,7 +475,7 @@ def test_an_engine_refuses_to_sample_before_version_0(cluster, hostile_model):
     from generator import Engine
 
     engine = Engine.options(num_cpus=0).remote(hostile_model, GeneratorConfig(), "float32", "gloo", True)
-    with pytest.raises(RuntimeError, match="publish version 0"):
+    with pytest.raises(RuntimeError, match="publish a version"):
         ray.get(engine.generate.remote([("x", np.array([1], np.int32), 1, [])], [Sampling()]))
 
 
@@ -510,10 +510,10 @@ def test_b14_every_kind_of_failing_rollout_is_dropped_counted_and_named_and_the_
     file = tmp_path / "unruly.py"
     file.write_text(AGENT)
     gen = replace(cfg.generator, agent=str(file), rollout_timeout=6.0)
-    worker = AgentWorker.options(num_cpus=0).remote(cfg.model, gen, parts.engines)
+    worker = AgentWorker.options(num_cpus=0).remote(cfg.model, gen)
     kinds = ["fine", "raises", "hangs", "unscored", "nan", "text", "turns", "long"]
     prompts = [(i, {"prompt": "1+1" if kind != "long" else "x" * 500, "kind": kind}) for i, kind in enumerate(kinds)]
-    groups = dict(zip(kinds, ray.get(worker.run_groups.remote(prompts, 0, 2, 1.0, 0, "unruly"))))
+    groups = dict(zip(kinds, ray.get(worker.run_groups.remote(prompts, parts.engines[0], 2, 1.0, 0, "unruly"))))
     assert {k: dict(g.dropped) for k, g in groups.items()} == {
         "fine": {}, "raises": {"error_KeyError": 2}, "hangs": {"timeout": 2}, "unscored": {"unscored": 2}, "nan": {"unscored": 2},
         "text": {"error_TypeError": 2}, "turns": {}, "long": {"prompt_too_long": 2}}

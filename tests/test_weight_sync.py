@@ -32,7 +32,7 @@ def moe(vocabulary: int):
 
 async def rollouts(cfg, parts, count: int, name: str, engine: int = 0) -> list:
     """`count` sampled single-turn rollouts on one engine."""
-    groups = await parts.workers[0].run_groups.remote(list(enumerate(prompts("train")[:count])), engine, 1, cfg.generator.temperature, cfg.seed, name)
+    groups = await parts.workers[0].run_groups.remote(list(enumerate(prompts("train")[:count])), parts.engines[engine], 1, cfg.generator.temperature, cfg.seed, name)
     return [r for g in groups for r in g.rollouts]
 
 
