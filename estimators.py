@@ -10,6 +10,7 @@ Tensors are in torch's default dtype: float32 in a run, float64 where recipes/ex
 Sources: named in each function; the record's rules are arXiv:2607.21653, section 4.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -76,8 +77,8 @@ def collate(rollouts: list[list[Trajectory]], aggregation: Callable, temperature
     """
     rows = [segment for segments in rollouts for segment in segments]
     for segment in rows:
-        if segment.reward is None or segment.reward != segment.reward:
-            raise ValueError(f"Rollout {segment.rollout} has no reward; unscored rollouts must be dropped before collate, never trained as 0.")
+        if segment.reward is None or not math.isfinite(segment.reward):
+            raise ValueError(f"Rollout {segment.rollout} has no reward ({segment.reward}); unscored rollouts must be dropped before collate, never trained as 0.")
     index = {segments[0].rollout: i for i, segments in enumerate(rollouts)}
     rollout = torch.tensor([index[s.rollout] for s in rows])                                   # [B]
     position = torch.tensor([p for segments in rollouts for p in range(len(segments))])        # [B]
@@ -160,7 +161,7 @@ def shape_rewards(batch: Batch, cfg: EstimatorConfig, context_length: int) -> Te
     rewards = batch.raw_rewards
     if cfg.overlong_buffer:
         longest = torch.zeros(len(rewards), dtype=torch.long).scatter_reduce(0, batch.rollout, batch.lengths, "amax")   # [R]
-        rewards = rewards - cfg.overlong_penalty * (longest - context_length + cfg.overlong_buffer).clamp(0, cfg.overlong_buffer) / cfg.overlong_buffer
+        rewards = rewards - cfg.overlong_penalty * (longest.double() - context_length + cfg.overlong_buffer).clamp(0, cfg.overlong_buffer) / cfg.overlong_buffer
     if (c := cfg.truncated_reward) is not None:
         rewards = torch.where(batch.truncated, rewards * c if c >= 0 else torch.full_like(rewards, c), rewards)
     return rewards.clamp(*cfg.reward_clip) if cfg.reward_clip else rewards
@@ -207,15 +208,21 @@ def final_rewards(batch: Batch) -> Tensor:
     return rewards                                                                             # [B, T]
 
 
+def ref_gap(batch: Batch) -> Tensor:
+    """d = log pi_old - log pi_ref of the response tokens, nats, cut to +-30; 0 elsewhere, and where both are -inf. [B, T]"""
+    read = batch.response_mask & ~(batch.old_logprobs.isneginf() & batch.ref_logprobs.isneginf())
+    return torch.where(read, batch.old_logprobs - batch.ref_logprobs, 0.0).clamp(-30, 30)
+
+
 def token_rewards(batch: Batch, cfg: EstimatorConfig) -> Tensor:
     """The rollout's reward on its last response token, minus kl_reward_coef * KL estimate on every one. [B, T]
 
-    With d = old_logprobs - ref_logprobs in nats: k1 = d, k3 = e^-d - 1 + d (http://joschu.net/blog/kl-approx.html).
+    With d = ref_gap: k1 = d, k3 = e^-d - 1 + d (http://joschu.net/blog/kl-approx.html).
     """
     rewards = final_rewards(batch)
     if cfg.kl_reward_coef:
-        d = torch.where(batch.response_mask, batch.old_logprobs - batch.ref_logprobs, 0.0)     # [B, T]
-        kl = d if cfg.kl_reward_kind == "k1" else torch.expm1(-d.clamp(-30, 30)) + d
+        d = ref_gap(batch)                                                                     # [B, T]
+        kl = d if cfg.kl_reward_kind == "k1" else torch.expm1(-d) + d
         rewards = rewards - batch.kl_scale * cfg.kl_reward_coef * kl
     return rewards                                                                             # [B, T]
 
@@ -228,7 +235,7 @@ def generalized_advantages(batch: Batch, cfg: EstimatorConfig) -> Tensor:
     row, column, owner, _ = batch.sequences()
     values = batch.values[row, column]                                                         # [N]
     following = torch.zeros_like(values)
-    following[:-1] = values[1:] * (owner[1:] == owner[:-1])
+    following[:-1] = torch.where(owner[1:] == owner[:-1], values[1:], 0.0)
     deltas = torch.zeros_like(batch.values)                                                    # [B, T]
     deltas[row, column] = token_rewards(batch, cfg)[row, column] + cfg.gamma * following - values
     return backward_sums(batch, deltas, cfg.gamma * cfg.gae_lambda)
@@ -236,7 +243,7 @@ def generalized_advantages(batch: Batch, cfg: EstimatorConfig) -> Tensor:
 
 def value_targets(batch: Batch, cfg: EstimatorConfig) -> Tensor:
     """R_t = A_t + V_t with A_t before whitening: what the critic learns to predict (the return itself at lambda 1). [B, T]"""
-    return generalized_advantages(batch, cfg) + batch.values * batch.response_mask
+    return generalized_advantages(batch, cfg) + torch.where(batch.response_mask, batch.values, 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------- estimators
@@ -292,7 +299,7 @@ def on_policy_distill(batch: Batch, cfg: EstimatorConfig) -> Tensor:
 
     E[-A_t] is KL(pi || teacher) at that position, in nats. https://thinkingmachines.ai/blog/on-policy-distillation
     """
-    return torch.where(batch.response_mask, batch.ref_logprobs - batch.old_logprobs, 0.0)      # [B, T]
+    return -ref_gap(batch)                                                                     # [B, T]
 
 
 @dataclass(frozen=True)

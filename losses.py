@@ -148,7 +148,7 @@ def binary_divergence(old_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Te
     """
     p, q = (torch.where(mask, x, torch.zeros_like(x)).exp().clamp(1e-6, 1 - 1e-6) for x in (behaviour_logprobs, old_logprobs))
     divergence = (p - q).abs() if gate == "tv" else p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-    return divergence * mask
+    return divergence.clamp(min=0) * mask                                                      # rounding can fall below 0
 
 
 def mismatch_correction(batch, cfg: "LossConfig") -> tuple[Tensor, Tensor]:
@@ -175,11 +175,11 @@ def mismatch_correction(batch, cfg: "LossConfig") -> tuple[Tensor, Tensor]:
     if cfg.mismatch_gate == "ratio":
         judged = {"token": lambda: gap, "seq": lambda: total_of(gap, batch.rollout)[:, None], "geo": lambda: sequence_mean(gap, mask, batch.rollout)}
         judged = judged[cfg.mismatch_level]().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()   # [B, T] or [B, 1]
-        keep = (judged >= cfg.mismatch_low) & (judged <= cfg.mismatch_high)
+        drop = (judged < cfg.mismatch_low) | (judged > cfg.mismatch_high)                      # NaN is not dropped: it must show
     else:
         judged = binary_divergence(old, mu, mask, cfg.mismatch_gate)                           # [B, T]
-        keep = (sequence_mean(judged, mask, batch.rollout) if cfg.mismatch_level == "seq" else judged) <= cfg.mismatch_limit
-    return torch.where(keep, ratio, torch.zeros_like(ratio)), ~keep & mask
+        drop = (sequence_mean(judged, mask, batch.rollout) if cfg.mismatch_level == "seq" else judged) > cfg.mismatch_limit
+    return torch.where(drop, torch.zeros_like(ratio), ratio), drop & mask
 
 
 # ---------------------------------------------------------------------------------------------------- KL, value loss
@@ -193,13 +193,13 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: str) -> Tenso
 
 
 def adapt_kl_scale(scale: float, ref_kl: float, rollouts: int, cfg: "LossConfig") -> float:
-    """scale * (1 + clip(ref_kl / target - 1, -0.2, 0.2) * rollouts / horizon): the KL is steered to --kl-target. arXiv:1909.08593, 2.2
+    """scale * (1 + clip(ref_kl / target - 1, -0.2, 0.2) * min(rollouts / horizon, 1)): steers the KL to --kl-target. arXiv:1909.08593, 2.2
 
-    `scale` multiplies --kl-coef and --kl-reward-coef; ref_kl is in nats a token. Without a target it stays as it is.
+    `scale` multiplies --kl-coef and --kl-reward-coef; ref_kl is in nats a token. A step moves it by a fifth at most. Without a target it stays.
     """
     if not cfg.kl_target:
         return scale
-    return scale * (1 + min(max(ref_kl / cfg.kl_target - 1, -0.2), 0.2) * rollouts / cfg.kl_horizon)
+    return scale * (1 + min(max(ref_kl / cfg.kl_target - 1, -0.2), 0.2) * min(rollouts / cfg.kl_horizon, 1))
 
 
 def value_loss(values: Tensor, batch, cfg: "LossConfig") -> tuple[Tensor, Tensor]:
@@ -267,6 +267,17 @@ REFUSED = [                            # (flags that do not go together, why and
      "--mismatch-level geo is a mean of ratios; --mismatch-gate {c.mismatch_gate} judges divergences. Use --mismatch-level seq."),
     (lambda c: c.kl_coef and c.kl_kind == "k1",
      "--kl-coef with --kl-kind k1: k1 as a loss has zero expected gradient. Use --kl-kind k2 or k3, or --kl-reward-coef."),
+]
+
+
+IGNORED = [                            # (flags that the others leave without effect, why and the way out): refused by train.py
+    (lambda c: c.mismatch_level == "off" and (c.mismatch_gate, c.mismatch_mode, c.mismatch_low, c.mismatch_high, c.mismatch_limit) != ("ratio", "trunc", 0.5, 2.0, 0.05),
+     "--mismatch-level off corrects nothing, so it reads no other --mismatch flag; leave them out, or choose a level."),
+    (lambda c: c.mismatch_mode == "trunc" and c.mismatch_low != 0.5, "--mismatch-low {c.mismatch_low} is not read by --mismatch-mode trunc, which has an upper limit only; use clip or mask."),
+    (lambda c: c.mismatch_gate == "ratio" and c.mismatch_limit != 0.05, "--mismatch-limit is read by --mismatch-gate binary_kl and tv; the ratio gate has --mismatch-low and --mismatch-high."),
+    (lambda c: c.mismatch_gate != "ratio" and (c.mismatch_low, c.mismatch_high) != (0.5, 2.0), "--mismatch-low and --mismatch-high are read by --mismatch-gate ratio; {c.mismatch_gate} has --mismatch-limit."),
+    (lambda c: c.kl_kind == "k2" and not c.kl_coef, "--kl-kind k2 says which KL is in the loss, and --kl-coef 0 has none; set it."),
+    (lambda c: c.kl_horizon != 10_000 and not c.kl_target, "--kl-horizon {c.kl_horizon} is read with --kl-target only; set it."),
 ]
 
 

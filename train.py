@@ -35,7 +35,7 @@ from rich.table import Table
 
 from estimators import ESTIMATORS, Batch, EstimatorConfig, collate, shape_rewards, value_targets
 from generator import AgentWorker, Engine, EngineGone, GeneratorConfig, Group, Pool, PromptStream, read_prompts
-from losses import AGGREGATIONS, LossConfig, adapt_kl_scale
+from losses import AGGREGATIONS, IGNORED, LossConfig, adapt_kl_scale
 from trainer import Trainer, TrainerConfig
 
 ROOT = Path(__file__).resolve().parent
@@ -81,6 +81,13 @@ class Config:
         for name in estimator.unread(self.estimation):
             readers = [other for other, method in ESTIMATORS.items() if name not in method.unread(self.estimation)]
             raise ValueError(f"--{name.replace('_', '-')} is not read by --estimator {self.estimator}, only by {', '.join(readers)}. Leave it out, or change --estimator.")
+        for ignored, why in IGNORED:
+            if ignored(self.losses):
+                raise ValueError(why.format(c=self.losses))
+        if self.estimation.overlong_penalty != 1.0 and not self.estimation.overlong_buffer:
+            raise ValueError(f"--overlong-penalty {self.estimation.overlong_penalty} is the size of a penalty that --overlong-buffer 0 switches off; give it a buffer.")
+        if self.estimation.kl_reward_kind != "k1" and not self.estimation.kl_reward_coef:
+            raise ValueError(f"--kl-reward-kind {self.estimation.kl_reward_kind} says which KL is a reward, and --kl-reward-coef 0 has none; set it.")
         if estimator.teacher and train.ref is None:
             raise ValueError(f"--estimator {self.estimator} learns from a teacher: name it with --ref (a directory in Hugging Face layout or a hub id, same tokenizer).")
         if train.critic and not estimator.critic:
@@ -294,16 +301,25 @@ class Parts:
         async def serving(engine) -> int | None:
             try:
                 return await asyncio.wait_for(engine.serving.remote(), 30)
-            except (ray.exceptions.RayError, TimeoutError):
+            except ray.exceptions.RayActorError:                     # dead, or Ray is restarting it already
+                return None
+            except (ray.exceptions.RayTaskError, TimeoutError):      # its vLLM is dead, or stuck
                 ray.kill(engine, no_restart=False)
                 return None
+
+        async def revive(i: int) -> None:
+            for second in range(180):
+                try:
+                    self.processes[i] = await self.engines[i].start.remote(self.processes[i])
+                    return
+                except ray.exceptions.RayActorError:                 # still restarting
+                    await asyncio.sleep(1)
+            raise TimeoutError(f"engine {i} could not be started again in 180 s")
 
         began, found = time.monotonic(), await asyncio.gather(*[serving(e) for e in self.engines])
         dead = [i for i, v in enumerate(found) if v is None]
         console.print(f"[yellow]restarting engine {', '.join(map(str, dead)) or 'none'}[/]: it died or did not answer; {len(self.stalled)} prompt groups wait for it")
-        started = await asyncio.gather(*[self.engines[i].start.remote(self.processes[i]) for i in dead])
-        for i, processes in zip(dead, started):
-            self.processes[i] = processes
+        await asyncio.gather(*map(revive, dead))
         behind = [e for i, e in enumerate(self.engines) if i in dead or found[i] != version]
         await self.trainer.open_transfer(self.plan.transfer, behind, self.gen.engine_tp_size)
         await publish(self.trainer, behind, version, self.gen.publish_timeout)

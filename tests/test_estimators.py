@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agent import Trajectory
 from estimators import (
-    ESTIMATORS, Batch, EstimatorConfig, backward_sums, collate, final_rewards, shape_rewards, supervised_batch, token_rewards,
+    ESTIMATORS, PER_ROLLOUT, Batch, EstimatorConfig, backward_sums, collate, final_rewards, shape_rewards, supervised_batch, token_rewards,
     value_targets, whiten)
 from losses import AGGREGATIONS
 
@@ -119,8 +119,17 @@ def test_rows_keep_what_the_trajectories_hold_and_padding_is_by_length():
     assert batch.policy_versions.tolist() == [[-1, 1, -1, 3], [-1, 1, 2, -1], [-1, 1, -1, -1]]
     assert (batch.lengths.tolist(), batch.rollout.tolist(), batch.position.tolist()) == ([4, 3, 2], [0, 1, 1], [0, 0, 1])
     assert (batch.raw_rewards.tolist(), batch.rollout_rewards.tolist(), batch.rollout_group.tolist()) == ([2.0, 1.0], [2.0, 1.0], [0, 1])
+    assert {f.name for f in dataclasses.fields(Batch) if isinstance(x := getattr(batch, f.name), torch.Tensor) and len(x) == 2} == set(PER_ROLLOUT)   # 2 rollouts in 3 rows
     told = batch_of((9, 2.0, "01"), temperature=0.7, version=3)
     assert (told.temperature, told.version, batch.version) == (0.7, 3, 0)
+
+
+def test_a_sequence_is_a_rollouts_response_tokens_in_time_order():
+    """Rollout 0 has columns 1 and 3 of its first segment and 0 of its second, rollout 1 has 1 and 2; rows in any order, here the later segment first."""
+    batch = batch_of((9, 2.0, "0101", "10"), (7, 1.0, "011"))
+    swapped = dataclasses.replace(batch, **{f: getattr(batch, f)[[1, 2, 0]] for f in ("response_mask", "rollout", "position")})
+    for seen, rows in ((batch, [0, 0, 1, 2, 2]), (swapped, [2, 2, 0, 1, 1])):
+        assert [x.tolist() for x in seen.sequences()] == [rows, [1, 3, 0, 1, 2], [0, 0, 0, 1, 1], [0, 1, 2, 0, 1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -142,7 +151,7 @@ def test_supervised_pairs_train_the_answers():
     """(prompt [5, 6], answer [7]) and (prompt [8], answer [9, 2]): three answer tokens of weight 1/3, which no version sampled."""
     batch = supervised_batch([([5, 6], [7]), ([8], [9, 2])], AGGREGATIONS["token-mean"])
     assert (batch.token_ids.tolist(), batch.response_mask.int().tolist()) == ([[5, 6, 7], [8, 9, 2]], [[0, 0, 1], [0, 1, 1]])
-    assert (batch.policy_versions == -1).all() and batch.rollout_group.tolist() == [0, 1]
+    assert (batch.policy_versions == -1).all() and (batch.behaviour_logprobs == 0).all() and batch.rollout_group.tolist() == [0, 1]
     close(batch.loss_weight, [[0, 0, 1 / 3], [0, 1 / 3, 1 / 3]])
 
 
@@ -281,11 +290,19 @@ def test_the_kl_reward_has_the_sign_and_direction_of_old_against_ref(kind):
 
 
 def test_a_k3_reward_beyond_float_is_cut():
-    """100 nats apart: e^-d is cut to e^30 = 1.07e13 and to e^-30, so k3 = e^30 - 1 - 100 and 99; float32 stays finite."""
-    batch = batch_of((7, 0.0, "11"))
-    batch = dataclasses.replace(batch, old_logprobs=torch.tensor([[-100.0, 0.0]]), ref_logprobs=torch.tensor([[0.0, -100.0]]))
+    """100 nats apart: d is cut to -30 and 30, so k3 = e^30 - 1 - 30 and 29; float32 stays finite. Both -inf: no gap, k3 = 0."""
+    batch = batch_of((7, 0.0, "111"))
+    batch = dataclasses.replace(batch, old_logprobs=torch.tensor([[-100.0, 0.0, -math.inf]]), ref_logprobs=torch.tensor([[0.0, -100.0, -math.inf]]))
     seen = token_rewards(batch, EstimatorConfig(kl_reward_coef=1.0, kl_reward_kind="k3"))
-    torch.testing.assert_close(seen, torch.tensor([[-(math.exp(30) - 101), -99.0]]))
+    torch.testing.assert_close(seen, torch.tensor([[-(math.exp(30) - 31), -29.0, 0.0]]))
+    torch.testing.assert_close(ESTIMATORS["on_policy_distill"](batch, PLAIN), torch.tensor([[30.0, -30.0, 0.0]]))
+
+
+@pytest.mark.parametrize("reward", [math.inf, -math.inf])
+def test_an_infinite_reward_is_refused(reward):
+    """It would make every advantage of its group NaN."""
+    with pytest.raises(ValueError, match="Rollout 100"):
+        batch_of((7, reward, "01"), (7, 1.0, "01"))
 
 
 def test_returns_are_discounted_by_sampled_tokens():
@@ -341,11 +358,11 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_response_tokens(rol
 # ---------------------------------------------------------------------------------------------------- shaped rewards
 def test_the_overlong_penalty_grows_with_the_longest_segment():
     """Context 10, buffer 4, penalty 2: nothing up to 6 tokens, 2/4 for each more, 2 from 10 on. Two segments of 7 and 5 are 7 long, not 12."""
-    lengths = [(6,), (7,), (9,), (10,), (12,), (5, 7), (7, 5)]
+    lengths = [(3,), (6,), (7,), (9,), (10,), (12,), (5, 7), (7, 5)]
     batch = batch_of(*((7, 1.0, *("0" * (n - 1) + "1" for n in segments)) for segments in lengths))
     shaped = shape_rewards(batch, EstimatorConfig(overlong_buffer=4, overlong_penalty=2.0), context_length=10)
-    close(shaped, [1, 0.5, -0.5, -1, -1, 0.5, 0.5])
-    assert batch.raw_rewards.tolist() == [1] * 7 and shaped.dtype == torch.float64
+    close(shaped, [1, 1, 0.5, -0.5, -1, -1, 0.5, 0.5])
+    assert batch.raw_rewards.tolist() == [1] * 8 and shaped.dtype == torch.float64
 
 
 @pytest.mark.parametrize("truncated_reward, wanted", [(0.0, [0, 0, 3]), (0.5, [1.5, -0.5, 3]), (1.0, [3, -1, 3]), (-0.5, [-0.5, -0.5, 3]), (None, [3, -1, 3])])
@@ -480,6 +497,7 @@ def test_equal_rewards_within_each_prompt_give_exactly_zero(name, cfg):
 
 @few
 @given(st.floats(-1e6, 1e6), st.integers(2, 7))
+@example(0.1, 3)
 def test_equal_rewards_give_exactly_zero_whatever_they_are(reward, size):
     """0.1 + 0.1 + 0.1 over 3 is not 0.1 in binary: a mean taken carelessly leaves 1e-17, which a deviation of 0 blows up."""
     batch = batch_of(*[(7, reward, "011")] * size)
