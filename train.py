@@ -364,19 +364,34 @@ def start_ray(address: str | None) -> None:
         raise ValueError(f"--ray-address {address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or leave the flag out.") from None
 
 
+GPUS = {"gloo": 0, "nccl": 1, "ipc": 0.5}                # of a rank or engine worker; ipc: engine and trainer share the one GPU
+
+
+def make_trainer(cfg: Config, plan: Plan) -> Trainer:
+    threads = {"env_vars": {"OMP_NUM_THREADS": str(max(1, plan.cores // cfg.trainer.trainers))}}
+    options = dict(num_cpus=0, num_gpus=GPUS[plan.transfer], runtime_env=threads)
+    return Trainer(plan.model, replace(cfg.trainer, ref=plan.ref, critic=plan.critic), cfg.losses, plan.device, plan.dtype, cfg.steps, cfg.seed, options,
+                   ref=cfg.reference, critic=ESTIMATORS[cfg.estimator].critic)
+
+
+def make_pool(cfg: Config, parts: Parts, prompts: list[dict], first: int) -> Pool:
+    """The pool of a run that starts at version `first`; its groups go to the parts' workers and engines."""
+    gen, P = cfg.generator, cfg.generator.prompts_per_step
+    seed = None if gen.partial_rollout else cfg.seed     # when a publish comes decides the tokens anyway; and a CPU engine ends when it resumes a seeded request
+    return Pool(
+        PromptStream(prompts, cfg.seed), lambda n, prompt: parts.run_group(n, prompt, seed), P, gen.max_staleness, gen.order,
+        min_rollouts=min(2, gen.group_size) if ESTIMATORS[cfg.estimator].groups else 1, band=gen.dynamic_filter,
+        give_up_after=gen.give_up_rounds * P, version=first, wanted=(cfg.steps - first) * P)
+
+
 async def start(cfg: Config, plan: Plan) -> Parts:
     """Start engines, trainers and agent workers at the same time; the first publish is up to the caller."""
     gen = cfg.generator
-    threads = {"env_vars": {"OMP_NUM_THREADS": str(max(1, plan.cores // cfg.trainer.trainers))}}
     engine_threads = {"env_vars": {"OMP_NUM_THREADS": str(max(1, plan.cores // gen.engines)), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
-    gpu = {"gloo": 0, "nccl": 1, "ipc": 0.5}[plan.transfer]              # ipc: engine and trainer share the one GPU
-    engines = [Engine.options(num_cpus=0, num_gpus=gpu * gen.engine_tp_size, max_concurrency=100_000, runtime_env=engine_threads)
+    engines = [Engine.options(num_cpus=0, num_gpus=GPUS[plan.transfer] * gen.engine_tp_size, max_concurrency=100_000, runtime_env=engine_threads)
                .remote(plan.model, gen, plan.dtype, plan.transfer, plan.tie_word_embeddings) for _ in range(gen.engines)]
-    training = replace(cfg.trainer, ref=plan.ref, critic=plan.critic)
-    trainer = Trainer(plan.model, training, cfg.losses, plan.device, plan.dtype, cfg.steps, cfg.seed, dict(num_cpus=0, num_gpus=gpu, runtime_env=threads),
-                      ref=cfg.reference, critic=ESTIMATORS[cfg.estimator].critic)
     workers = [AgentWorker.options(num_cpus=0, max_concurrency=100_000).remote(plan.model, gen) for _ in range(gen.agent_workers)]
-    parts = Parts(trainer, engines, workers, plan, gen)
+    parts = Parts(make_trainer(cfg, plan), engines, workers, plan, gen)
     await parts.start()
     return parts
 
@@ -705,11 +720,7 @@ async def run(cfg: Config, plan: Plan, directory: Path) -> None:
         log = Log(cfg, directory, first)
         if first == 0:
             log.write({"step": 0, "version": 0} | await evaluate(cfg, parts, held_out, 0))
-
-        seed = None if gen.partial_rollout else cfg.seed     # when a publish comes decides the tokens anyway; and a CPU engine ends when it resumes a seeded request
-
-        minimum, P = min(2, gen.group_size) if ESTIMATORS[cfg.estimator].groups else 1, gen.prompts_per_step
-        pool = Pool(PromptStream(prompts, cfg.seed), lambda n, prompt: parts.run_group(n, prompt, seed), P, gen.max_staleness, gen.order, minimum, gen.dynamic_filter, gen.give_up_rounds * P, first, (cfg.steps - first) * P)
+        pool = make_pool(cfg, parts, prompts, first)
         if in_flight:
             pool.load_state(in_flight)
         log.clock.take()
