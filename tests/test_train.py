@@ -178,6 +178,7 @@ def test_the_estimator_of_the_readme_is_one_function_and_one_row(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------- the program
+@pytest.mark.long
 @pytest.mark.parametrize("method", sorted(PRESETS))
 def test_every_method_of_the_readme_trains(stack, loop, tmp_path, method):
     """Two steps of each line through the loop, on the engine that all tests share and a trainer of its own: finite metrics, an
