@@ -320,7 +320,7 @@ class Parts:
         dead = [i for i, v in enumerate(found) if v is None]
         console.print(f"[yellow]restarting engine {', '.join(map(str, dead)) or 'none'}[/]: it died or did not answer; {len(self.stalled)} prompt groups wait for it")
         await asyncio.gather(*map(revive, dead))
-        behind = [e for i, e in enumerate(self.engines) if i in dead or found[i] != version]
+        behind = [e for e, v in zip(self.engines, found) if v != version]
         await self.trainer.open_transfer(self.plan.transfer, behind, self.gen.engine_tp_size)
         await publish(self.trainer, behind, version, self.gen.publish_timeout)
         if len(behind) < len(self.engines):

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from train import finished_checkpoints, read_rows
+from train import finished_checkpoints
 
 from conftest import ROOT
-from test_train import SMALL, finish, leftovers, metrics
+from test_train import SMALL, assert_nothing_left, finish, metrics, until_step
 
 LONG = [*SMALL, "--steps", "12", "--eval-samples", "0"]
 
@@ -27,12 +27,8 @@ class Run:
         self.process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *LONG, *flags, "--name", "run"], cwd=directory, stdout=subprocess.PIPE,
                                         stderr=subprocess.STDOUT, text=True, env=os.environ | {"MARKER": self.marker})
 
-    def until_step(self, step: int, seconds: float = 240) -> None:
-        deadline = time.monotonic() + seconds
-        while max((row["step"] for row in read_rows(self.directory / "metrics.jsonl")), default=-1) < step:
-            assert self.process.poll() is None, self.process.stdout.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    def until_step(self, step: int) -> None:
+        until_step(self.process, self.directory, step)
 
     def part(self, name: str) -> psutil.Process:
         """The run's process whose title starts with `name` (ray::Engine, ray::Rank, ray::AgentWorker, VLLM::EngineCore)."""
@@ -49,10 +45,7 @@ class Run:
     def end(self, seconds: float = 240) -> str:
         """The whole output, when it has ended and nothing it started is left."""
         output = finish(self.process, seconds)
-        deadline = time.monotonic() + 30
-        while leftovers(self.marker) and time.monotonic() < deadline:
-            time.sleep(0.5)
-        assert leftovers(self.marker) == [], output
+        assert_nothing_left(self.marker, 30)
         return output
 
 

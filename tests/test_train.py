@@ -50,6 +50,23 @@ def leftovers(marker: str) -> list[str]:
     return [line for line in found if line]
 
 
+def assert_nothing_left(marker: str, seconds: float) -> None:
+    """No process carries the marker any more, at the latest after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while leftovers(marker) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert leftovers(marker) == []
+
+
+def until_step(process: subprocess.Popen, run: Path, step: int, seconds: float = 240) -> None:
+    """Returns when the run in that directory has written down `step`; fails if it ends before, or after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while max((row["step"] for row in read_rows(run / "metrics.jsonl")), default=-1) < step:
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -220,15 +237,11 @@ def test_a_run_killed_and_resumed_is_the_unbroken_run(tmp_path):
     assert whole.returncode == 0, output
     marker = f"nanomolt-test-{os.getpid()}"
     broken = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *SMALL, "--name", "broken"], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, env=os.environ | {"MARKER": marker})
-    run, deadline = tmp_path / "runs" / "broken", time.monotonic() + 240
-    while len(read_rows(run / "metrics.jsonl")) < 5:                           # the start's eval and steps 1 to 4
-        assert time.monotonic() < deadline and broken.poll() is None
-        time.sleep(0.05)
+    run = tmp_path / "runs" / "broken"
+    until_step(broken, run, 4)
     broken.kill()
     broken.wait()
-    while leftovers(marker) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert leftovers(marker) == []
+    assert_nothing_left(marker, 120)
     assert [p.name for p in finished_checkpoints(run)] == ["000003"]
     resumed = launch(tmp_path, "--resume", "--name", "broken")
     output = finish(resumed)
@@ -301,13 +314,8 @@ def test_a_student_approaches_its_teacher_without_a_reward(tmp_path):
 def test_an_interrupted_run_says_so_and_leaves_no_process(tmp_path, how):
     marker = f"nanomolt-{how.name}-{os.getpid()}"
     run = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *SMALL, "--steps", "500", "--name", "cut"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"MARKER": marker})
-    deadline = time.monotonic() + 240
-    while len(read_rows(tmp_path / "runs/cut/metrics.jsonl")) < 3:
-        assert time.monotonic() < deadline and run.poll() is None
-        time.sleep(0.1)
+    until_step(run, tmp_path / "runs/cut", 2)
     run.send_signal(how)
     output = finish(run, 60)
     assert run.returncode == 130 and ("with --resume" in output) == bool(finished_checkpoints(tmp_path / "runs" / "cut")), output
-    while leftovers(marker) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert leftovers(marker) == []
+    assert_nothing_left(marker, 120)
