@@ -49,7 +49,8 @@ class GeneratorConfig:
     max_num_seqs: int = 512            # sequences an engine runs at once
     max_num_batched_tokens: int = 16384   # tokens an engine takes in one step
     kv_cache_gb: float = 1.0           # KV cache of a CPU engine, GB
-    gpu_memory_utilization: float = 0.85  # share of the GPU an engine may take
+    gpu_memory_utilization: float | None = None   # share of its GPU an engine takes; None = 0.85, or 0.4 where it shares the GPU with the trainer
+    enforce_eager: bool = False        # GPU engine without torch.compile and CUDA graphs: starts sooner, samples slower
     rollout_timeout: float = 600.0     # seconds one rollout may take before it is dropped and counted
     engine_timeout: float = 60.0       # seconds an engine may leave a question unanswered before it is restarted
     publish_timeout: float = 600.0     # seconds a publish may take before all engines are restarted
@@ -69,10 +70,16 @@ class GeneratorConfig:
             raise ValueError(f"--temperature {self.temperature}: training samples, so it must be above 0 (greedy decoding is for evals), and vLLM takes 2 at most.")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens {self.max_new_tokens}: want at least 1, or None for what the context leaves.")
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization < 1:
+            raise ValueError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: want a share of the GPU, above 0 and below 1.")
         if self.max_num_batched_tokens < self.context_length:
             raise ValueError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --context-length {self.context_length}: prompts are never cut "
                 "into chunks, so one step must hold the longest.")
+
+    def gpu_share(self, shared: bool) -> float:
+        """Share of the memory of its GPU that an engine takes; `shared`: the trainer is on the same one."""
+        return self.gpu_memory_utilization or (0.4 if shared else 0.85)
 
 
 @dataclass(frozen=True)
@@ -144,8 +151,7 @@ class Engine:
                 process.kill()
         self.loop = asyncio.get_running_loop()
         cpu = {"enforce_eager": True, "kv_cache_memory_bytes": int(self.cfg.kv_cache_gb * 2**30), "distributed_executor_backend": "uni"}
-        share = self.cfg.gpu_memory_utilization * (0.5 if self.transfer == "ipc" else 1.0)      # ipc: the trainer needs the other half
-        gpu = {"gpu_memory_utilization": share, "tensor_parallel_size": self.cfg.engine_tp_size}
+        gpu = {"gpu_memory_utilization": self.cfg.gpu_share(self.transfer == "ipc"), "tensor_parallel_size": self.cfg.engine_tp_size, "enforce_eager": self.cfg.enforce_eager}
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
             model=self.model, dtype=self.dtype, load_format="dummy", max_model_len=self.cfg.context_length, max_num_seqs=self.cfg.max_num_seqs,
             max_num_batched_tokens=self.cfg.max_num_batched_tokens, enable_chunked_prefill=False, enable_prefix_caching=True,

@@ -36,7 +36,7 @@ from rich.table import Table
 from estimators import ESTIMATORS, Batch, EstimatorConfig, collate, shape_rewards, value_targets
 from generator import AgentWorker, Engine, EngineGone, GeneratorConfig, Group, Pool, PromptStream, read_prompts
 from losses import AGGREGATIONS, IGNORED, LossConfig, adapt_kl_scale
-from trainer import Trainer, TrainerConfig
+from trainer import Trainer, TrainerConfig, rank_memory
 
 ROOT = Path(__file__).resolve().parent
 console = Console(stderr=False, highlight=False)
@@ -130,6 +130,7 @@ class Plan:
     cores: int
     parameters: int
     tie_word_embeddings: bool
+    rank_gb: float                     # memory a lone trainer rank needs at most
 
     def rows(self, cfg: Config) -> list[tuple[str, str]]:
         gen, train, gb = cfg.generator, cfg.trainer, 2**30
@@ -141,6 +142,7 @@ class Plan:
             ("trainers", f"{train.trainers} FSDP2 ranks, {self.parameters * 16 / gb / train.trainers:.3f} GB each (master, gradient, two moments)"
                          + (f", reference {self.parameters * 4 / gb / train.trainers:.3f} GB if as large" if cfg.reference else "")
                          + (f", critic {self.parameters * 16 / gb / train.trainers:.3f} GB if as large" if ESTIMATORS[cfg.estimator].critic else "")),
+        ] + [("memory", f"of the GPU {gen.gpu_share(True):.0%} are the engine's; the trainer needs at most {self.rank_gb:.1f} GB")] * (self.transfer == "ipc") + [
             ("agents", f"{gen.agent_workers} workers of {gen.agent}"),
             ("transfer", f"{self.transfer}, group of {1 + gen.engines * gen.engine_tp_size}"),
             ("step", f"{gen.prompts_per_step} prompts x {gen.group_size} rollouts, {train.optimizer_steps} optimizer steps; "
@@ -181,7 +183,29 @@ def resolve(cfg: Config) -> Plan:
     dtype = ("bfloat16" if device == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
     transfer = "gloo" if device == "cpu" else "ipc" if shared else "nccl"
     cores = len(os.sched_getaffinity(0))
-    return Plan(model, ref, critic, device, dtype, transfer, gpus if device == "cuda" else 0, cores, parameters, bool(config.tie_word_embeddings))
+    rank_gb = rank_memory(parameters, config, cfg.trainer, cfg.reference, ESTIMATORS[cfg.estimator].critic)
+    if shared:
+        check_shared_memory(*gpu_memory(), gen.gpu_share(True), rank_gb, parameters)
+    return Plan(model, ref, critic, device, dtype, transfer, gpus if device == "cuda" else 0, cores, parameters, bool(config.tie_word_embeddings), rank_gb)
+
+
+def gpu_memory() -> tuple[float, float]:
+    """(all, free) GB of the first GPU this process may use. Asked of the driver's own tool: asked through torch, this process would take memory there itself."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    seen = subprocess.run(["nvidia-smi", "-i", first, "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True)
+    total, free = (float(mb) / 1024 for mb in seen.stdout.split(","))
+    return total, free
+
+
+def check_shared_memory(total: float, free: float, share: float, rank_gb: float, parameters: int) -> None:
+    """Engine and trainer on one GPU (all in GB): raises ValueError when they may run out of its memory, before anything is loaded."""
+    engine, weights = share * total, parameters * 2 / 2**30 + 2                # in bfloat16, and what vLLM needs besides; the rest is KV cache
+    if engine + rank_gb > free:
+        raise ValueError(f"engine and trainer share one GPU: {engine:.1f} GB for the engine (--gpu-memory-utilization {share}) and up to {rank_gb:.1f} GB for the trainer are more "
+                         f"than the {free:.1f} GB that are free of its {total:.1f}. Lower --gpu-memory-utilization (not below {weights / total:.2f}) or --tokens-per-microbatch, "
+                         "use --activation-checkpointing, a smaller model, or a second GPU.")
+    if engine < weights:
+        raise ValueError(f"--gpu-memory-utilization {share} leaves the engine {engine:.1f} GB of {total:.1f}; its weights and buffers need {weights:.1f}. Raise it to {weights / total:.2f} or more.")
 
 
 def read_model(flag: str, name: str):
@@ -221,7 +245,10 @@ class Parts:
         self.restarts, self.publishing = 0, False
 
     async def start(self) -> None:
-        self.processes, _ = await asyncio.gather(asyncio.gather(*[e.start.remote() for e in self.engines]), self.trainer.start())
+        starts = asyncio.gather(*[e.start.remote() for e in self.engines])
+        if self.plan.transfer == "ipc":                   # one GPU: vLLM measures what is free while it starts, so the trainer waits
+            await starts
+        self.processes, _ = await asyncio.gather(starts, self.trainer.start())
         await self.trainer.open_transfer(self.plan.transfer, self.engines, self.gen.engine_tp_size)
 
     async def run_group(self, n: int, prompt: dict, seed: int | None) -> Group:

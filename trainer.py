@@ -140,7 +140,8 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, activation_c
     """The model at `path` with float32 master weights, sharded by FSDP2 over all ranks, computing in `dtype`.
 
     GPU: AutoModel's own classes. CPU: transformers' class under AutoModel's parallelizer (its loader wants a CUDA device).
-    `critic`: the same backbone under a new head with one output a token (a token classifier of one label).
+    `critic`: the same backbone under a new head with one output a token (a token classifier of one label), transformers'
+    class everywhere: AutoModel would take its causal model for it.
     AutoModel does not shard one rank, which would also drop the dtype policy: there fully_shard is called here, so that
     compute dtype, checkpoint and publish are one code at every number of ranks.
     """
@@ -155,27 +156,41 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, activation_c
         from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
 
         setup = DistributedSetup.build(FSDP2Config(mp_policy=policy), activation_checkpointing=activation_checkpointing)
-    if device.type == "cuda":
-        from nemo_automodel import NeMoAutoModelForCausalLM, NeMoAutoModelForTokenClassification
+    if device.type == "cuda" and not critic:
+        from nemo_automodel import NeMoAutoModelForCausalLM
 
-        cls = NeMoAutoModelForTokenClassification if critic else NeMoAutoModelForCausalLM
-        model = cls.from_pretrained(path, torch_dtype=torch.float32, distributed_setup=setup, attn_implementation="sdpa", **head)
+        model = NeMoAutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float32, distributed_setup=setup, attn_implementation="sdpa")
     else:
         from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-        model = (AutoModelForTokenClassification if critic else AutoModelForCausalLM).from_pretrained(path, dtype=torch.float32, **head)
-        if setup is not None:
+        model = (AutoModelForTokenClassification if critic else AutoModelForCausalLM).from_pretrained(path, dtype=torch.float32, **head).to(device)
+        if dist.get_world_size() > 1:
             from nemo_automodel.components.distributed.model_parallelizer import parallelize_model
 
             model = parallelize_model(model, setup.mesh_context)
     if dist.get_world_size() == 1:
-        if activation_checkpointing:
+        if activation_checkpointing and (device.type == "cpu" or critic):     # AutoModel's loader has done it for its own
             model.gradient_checkpointing_enable()
         mesh = init_device_mesh(device.type, (1,))
-        for layer in next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
+        layers = next(m for m in model.modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.ModuleDict)))
+        for layer in layers.children():
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
+    assert all(p.dtype == torch.float32 for p in model.parameters()), "master weights must be float32"
     return model.train(activation_checkpointing)      # else as in eval: dropout would make the forward another model's
+
+
+def rank_memory(parameters: int, config, cfg: TrainerConfig, ref: bool, critic: bool) -> float:
+    """GB that a lone rank needs at most: for a check before anything is loaded.
+
+    16 bytes a parameter (float32 master, gradient, two moments; a reference: 4), 14 a logit of a micro-batch (float32
+    and its gradients, bfloat16), 34 a token, layer and hidden unit of activations (arXiv:2205.05198, eq. 2, without
+    the attention scores, which are never kept; 2 when recomputed), 3 GB for CUDA, a layer's gathered weights and the transfer's buffer.
+    """
+    text, tokens = config.get_text_config(), cfg.tokens_per_microbatch
+    states = parameters * (16 + 4 * ref + 16 * critic)
+    activations = tokens * text.num_hidden_layers * text.hidden_size * (2 if cfg.activation_checkpointing else 34)
+    return (states + tokens * text.vocab_size * 14 + activations) / 2**30 + 3
 
 
 def learning_rate(cfg: TrainerConfig, total: int, step: int) -> float:
@@ -306,7 +321,7 @@ class Rank:
 
     def send_weights(self) -> None:
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+            torch.cuda.synchronize()                       # the transfer reads on streams of its own: the optimizer must have written
         with torch.no_grad():
             self.sender.send_weights()
 

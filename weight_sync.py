@@ -137,7 +137,7 @@ class Receiver:
 
     def watch_weights(self) -> None:
         """From now on note every element that reaches an engine parameter. Called once, before the first publish."""
-        model = self.model_runner.model
+        model = self.model_runner.get_model()                # without the wrapper that replays CUDA graphs
         load, self.loaded, self.needed = model.load_weights, {}, elements(model)
 
         def recording(weights):

@@ -12,10 +12,21 @@ ROOT = Path(__file__).parent.parent
 TINY = ROOT / "recipes" / "tiny"
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--rehearse", action="store_true", help="run the GPU tests' programs on a CPU: tiny models, gloo, float32")
+    parser.addoption("--gpu-report", default=str(ROOT / "runs" / "gpu.json"), help="where the GPU tests write their numbers")
+    parser.addoption("--smollm2", default=str(ROOT / "models" / "smollm2"), help="directory of SmolLM2-135M-Instruct for the GPU tests")
+
+
+def pytest_collection_modifyitems(config, items):
     for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not (torch.cuda.is_available() or config.getoption("--rehearse")):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session")
+def rehearse(request) -> bool:
+    return request.config.getoption("--rehearse")
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from estimators import ESTIMATORS, EstimatorConfig
 from generator import GeneratorConfig
 from losses import LossConfig
 from recipes import arithmetic
-from train import Config, Log, Parts, finished_checkpoints, from_dict, make_pool, make_trainer, parse, read_rows, resolve
+from train import Config, Log, Parts, check_shared_memory, finished_checkpoints, from_dict, make_pool, make_trainer, parse, read_rows, resolve
 from train import loop as train_loop
 from trainer import TrainerConfig
 
@@ -114,6 +114,25 @@ def error_of(*flags: str, cwd: Path = ROOT) -> str:
 def test_flags_that_cannot_work_are_refused_before_anything_starts(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_one_gpu_for_engine_and_trainer_is_refused_when_it_cannot_hold_both():
+    """24 GB, 0.4 of them (9.6) the engine's: a trainer of 14 GB fits, one of 15 does not, nor either when 5 GB are taken; 10^9 parameters in bfloat16 and
+    2 GB besides are 3.9 GB, so a share of 0.1 is too small for the engine."""
+    check_shared_memory(24, 24, 0.4, 14, 10**9)
+    with pytest.raises(ValueError, match="9.6 GB for the engine .* up to 15.0 GB for the trainer .* --tokens-per-microbatch"):
+        check_shared_memory(24, 24, 0.4, 15, 10**9)
+    with pytest.raises(ValueError, match="more than the 19.0 GB that are free"):
+        check_shared_memory(24, 19, 0.4, 14, 10**9)
+    with pytest.raises(ValueError, match="leaves the engine 2.4 GB .* Raise it to 0.16"):
+        check_shared_memory(24, 24, 0.1, 14, 10**9)
+
+
+def test_an_engine_takes_most_of_its_own_gpu_and_less_of_a_shared_one_unless_told():
+    assert [GeneratorConfig().gpu_share(shared) for shared in (False, True)] == [0.85, 0.4]
+    assert [GeneratorConfig(gpu_memory_utilization=0.3).gpu_share(shared) for shared in (False, True)] == [0.3, 0.3]
+    with pytest.raises(ValueError, match="--gpu-memory-utilization 1.0"):
+        GeneratorConfig(gpu_memory_utilization=1.0)
 
 
 def test_a_users_mistake_is_one_message_with_the_way_out_and_exit_code_2(tmp_path):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from agent import Trajectory
 from estimators import collate, dr_grpo, supervised_batch
 from losses import AGGREGATIONS, LossConfig
-from trainer import Rank, Trainer, TrainerConfig, forward, forward_values, learning_rate, plan_microbatches, take_rows
+from trainer import Rank, Trainer, TrainerConfig, forward, forward_values, learning_rate, plan_microbatches, rank_memory, take_rows
 
 from conftest import TINY
 
@@ -108,6 +108,15 @@ def test_learning_rate_warms_up_and_decays_to_zero():
     cosine = TrainerConfig(warmup_steps=0, decay="cosine")
     assert [round(learning_rate(cosine, 8, s), 6) for s in (0, 4, 8)] == [1.0, 0.5, 0.0]
     assert learning_rate(TrainerConfig(warmup_steps=2, decay="constant"), 12, 11) == 1.0
+
+
+def test_the_memory_of_a_rank_by_hand():
+    """2^30 parameters: 16 GB, a critic as much again, a reference 4. 1,024 tokens x 2^20 logits x 14 bytes: 14 GB. 1,024 tokens x 32
+    layers x 32,768 units x 34 bytes: 34 GB, recomputed 2. And 3 GB."""
+    text = types.SimpleNamespace(vocab_size=2**20, num_hidden_layers=32, hidden_size=2**15)
+    config = types.SimpleNamespace(get_text_config=lambda: text)
+    assert rank_memory(2**30, config, TrainerConfig(tokens_per_microbatch=1024), ref=False, critic=False) == 16 + 14 + 34 + 3
+    assert rank_memory(2**30, config, TrainerConfig(tokens_per_microbatch=1024, activation_checkpointing=True), ref=True, critic=True) == 36 + 14 + 2 + 3
 
 
 # ---------------------------------------------------------------------------------------------------- ranks

@@ -1,0 +1,339 @@
+"""What only GPUs can show: nccl and ipc transfers, AutoModel's own classes, bfloat16, and learning on one GPU.
+
+    python -m pytest -m gpu tests                   everything that the machine's GPUs allow; numbers go to runs/gpu.json
+    python -m pytest tests/test_gpu.py --rehearse   the same programs on a CPU: tiny models, gloo, float32
+
+Each check is a program of its own (this file's `main`), so that it sees just the GPUs it is meant to see, and one that
+hangs or dies ends alone. It prints its numbers as a last line of JSON; the test states the claim.
+"""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "recipes" / "tiny"
+MEAN, MOST = 0.02, 0.25                # band of |trainer - engine| logprob in bfloat16, nats: mean over a version's tokens, and any token
+EXACT = 1e-4                           # the same in float32, any token
+
+
+# ---------------------------------------------------------------------------------------------------- running a check
+@pytest.fixture(scope="session")
+def report(request):
+    """Numbers of all checks by name, written after each."""
+    path, numbers = Path(request.config.getoption("--gpu-report")), {}
+
+    def add(name: str, seen: dict) -> dict:
+        numbers[name] = seen
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(numbers, indent=1))
+        return seen
+
+    return add
+
+
+def program(command: list[str], gpus: int, seconds: float) -> str:
+    """Output of a program that sees the first `gpus` GPUs; killed with all it started after `seconds`. Skips where there are fewer."""
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs, here are {torch.cuda.device_count()}")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))), "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"{' '.join(command)} took longer than {seconds} s:\n{output[-3000:]}")
+    assert process.returncode == 0, output[-6000:]
+    return output
+
+
+def check(rehearse: bool, gpus: int, seconds: float, *arguments: str) -> dict:
+    """Numbers of one of the checks below."""
+    flags = ["--device", "cpu" if rehearse else "cuda"]
+    return json.loads(program([sys.executable, __file__, *arguments, *flags], 0 if rehearse else gpus, seconds).splitlines()[-1])
+
+
+def train(run: Path, gpus: int, seconds: float, command: list[str]) -> tuple[list[dict], float]:
+    """(metrics of a run, seconds it took) of a program that trains into `run`."""
+    began = time.monotonic()
+    program([sys.executable, *command], gpus, seconds)
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()], time.monotonic() - began
+
+
+# ---------------------------------------------------------------------------------------------------- the claims
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["tied", "dense", "experts"])
+@pytest.mark.parametrize("gpus", [2, 1])
+def test_every_token_has_the_logprob_of_the_version_it_carries_over_20_publishes_in_flight(rehearse, report, gpus, kind):
+    """64 answers in flight all the time, an update of all weights and a publish, 20 times; two GPUs: nccl, one: ipc.
+
+    What ends under version v is scored by the trainer while it holds v: tokens labelled v are in the band (coverage is
+    checked by each publish), older ones of the same answers are further off; the band is as wide at the end as at the start.
+    """
+    seen = report(f"publishes/{kind}/{gpus}", check(rehearse, gpus, 400, "publishes", kind))
+    assert seen["transfer"] == ("gloo" if rehearse else "nccl" if gpus == 2 else "ipc")
+    assert len(seen["gap_mean"]) == 21 and min(seen["tokens"]) >= 100 and seen["straddling"] >= 40
+    mean, most = (EXACT, EXACT) if rehearse else (MEAN, MOST)
+    assert max(seen["gap_mean"]) <= mean and max(seen["gap_max"]) <= most
+    assert np.median(seen["older_mean"]) > 3 * max(seen["gap_mean"])
+    assert np.mean(seen["gap_mean"][-5:]) <= 1.5 * np.mean(seen["gap_mean"][:5]) + 1e-6
+    assert rehearse or (seen["engine_gpu"] == seen["trainer_gpu"]) == (gpus == 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["tied", "experts"])
+def test_one_rank_has_float32_masters_bfloat16_compute_and_the_logprobs_of_transformers(rehearse, report, kind):
+    """AutoModel's class under FSDP2 on one rank, from a bfloat16 checkpoint; the oracle is transformers' class in float32."""
+    seen = report(f"forward/{kind}", check(rehearse, 1, 300, "forward", kind))
+    assert seen["masters"] == seen["gradients"] == ["torch.float32"] and seen["sharded"] == ["DTensor"]
+    assert seen["logits"] == "torch.bfloat16" and (rehearse or seen["class"].startswith("nemo_automodel."))
+    assert seen["gap_mean"] <= MEAN and seen["gap_max"] <= MOST
+
+
+@pytest.mark.gpu
+def test_the_critic_learns_and_the_reference_starts_where_the_policy_does(rehearse, report):
+    """One value a token, its error falls below a half of the first; log p under the reference equals the policy's."""
+    seen = report("critic", check(rehearse, 1, 300, "critic", "tied"))
+    assert seen["value_shape"][-1] == 1 and seen["error"][-1] < 0.5 * seen["error"][0]
+    assert seen["ref_gap"] == 0.0 and seen["memory_gb"] <= seen["rank_gb"]
+
+
+@pytest.mark.gpu
+def test_an_engine_that_leaves_the_trainer_too_little_is_refused_before_anything_starts(rehearse, tmp_path):
+    """One GPU, 95 % of it for the engine: exit code 2, and the message names the flags that help."""
+    if rehearse or torch.cuda.device_count() == 0:
+        pytest.skip("needs a GPU")
+    run = subprocess.run([sys.executable, str(ROOT / "train.py"), "--gpu-memory-utilization", "0.95", "--tokens-per-microbatch", "4000000", "--name", "refused"], cwd=tmp_path,
+                         env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"}, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2 and "share one GPU" in run.stdout and "--tokens-per-microbatch" in run.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.long
+def test_the_quick_start_learns_on_one_gpu(rehearse, report):
+    """`python train.py --estimator grpo` with nothing else: held-out greedy accuracy rises by 0.1 at least."""
+    name = f"gpu-quick-{int(time.time())}"
+    rows, seconds = train(ROOT / "runs" / name, 1, 600, ["train.py", "--estimator", "grpo", "--name", name] + ["--device", "cpu"] * rehearse)
+    greedy = [r["eval/greedy"] for r in rows if "eval/greedy" in r]
+    report("quick_start", {"seconds": seconds, "greedy": greedy, "rows": [rows[1], rows[len(rows) // 2], rows[-1]]})
+    assert greedy[-1] >= greedy[0] + 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.long
+def test_smollm2_reaches_030_on_chain_sum_within_five_minutes_on_one_gpu(rehearse, report, request):
+    """recipes/smollm2.py, warm-up included; the model is models/smollm2, or what --smollm2 names."""
+    model = Path(request.config.getoption("--smollm2"))
+    if not model.is_dir():
+        pytest.skip(f"no model at {model}: python recipes/smollm2.py --prepare-only")
+    name, flags = f"gpu-smollm2-{int(time.time())}", ["--device", "cpu", "--steps", "2"] if rehearse else []
+    rows, seconds = train(ROOT / "runs" / name, 1, 600, ["recipes/smollm2.py", "--model", str(model), "--", "--name", name, *flags])
+    greedy = [r["eval/greedy"] for r in rows if "eval/greedy" in r]
+    report("smollm2", {"seconds": seconds, "greedy": greedy, "rows": [rows[1], rows[len(rows) // 2], rows[-1]]})
+    assert rehearse or (max(greedy) >= 0.30 and seconds < 300)
+
+
+# ---------------------------------------------------------------------------------------------------- models of the checks
+def make_model(kind: str, path: Path, tiny: bool) -> None:
+    """Random weights in bfloat16 (tiny: float32) under the embedded policy's tokenizer: Qwen3-0.6B's shape with a tied head or one of its own, or 1.2B in 32 experts."""
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape = dict(vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=4096)
+    experts = dict(num_hidden_layers=16, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=512, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
+    if tiny:
+        shape |= dict(vocab_size=300, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+        experts |= dict(num_hidden_layers=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
+    dtype = torch.float32 if tiny else torch.bfloat16
+    torch.manual_seed(0)
+    with torch.device("cpu" if tiny else "cuda"):
+        if kind == "experts":
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape | experts, tie_word_embeddings=False, eos_token_id=258, dtype=dtype))
+        else:
+            model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=kind == "tied", eos_token_id=258, dtype=dtype))
+    model.to(dtype).save_pretrained(path)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(path)
+
+
+def random_batch(rows: int, vocabulary: int, seed: int):
+    """Rows of 16 given and 20 to 60 sampled random tokens; alternate advantages, so that an update moves the weights."""
+    from agent import Trajectory
+    from estimators import collate
+    from losses import AGGREGATIONS
+
+    draw, rollouts = np.random.default_rng(seed), []
+    for i in range(rows):
+        n = int(draw.integers(20, 60))
+        trajectory = Trajectory(rollout=i, group=i, reward=0.0)
+        trajectory.extend(draw.integers(0, vocabulary, 16))
+        trajectory.extend(draw.integers(0, vocabulary, n), logprobs=np.full(n, -np.log(vocabulary)), policy_versions=[0] * n)
+        rollouts.append([trajectory])
+    batch = collate(rollouts, AGGREGATIONS["token-mean"], 1.0)
+    batch.advantages = batch.spread(torch.tensor([1.0, -1.0]).repeat(rows)[:rows])
+    return batch
+
+
+# ---------------------------------------------------------------------------------------------------- the checks
+async def publishes(model: str, device: str, count: int = 20, in_flight: int = 64) -> dict:
+    """Sample without pause while versions 0 .. count are published; score what ends under each while the trainer holds it."""
+    from agent import Trajectory
+    from estimators import collate
+    from generator import GeneratorConfig, Sampling
+    from losses import AGGREGATIONS
+    from train import Config, resolve, start
+    from trainer import TrainerConfig
+    from weight_sync import publish
+
+    if device == "cpu":
+        in_flight = 16
+    cfg = Config(model=model, device=device, trainer=TrainerConfig(learning_rate=1e-4, warmup_steps=0, decay="constant", tokens_per_microbatch=8192),
+                 generator=GeneratorConfig(agent=str(ROOT / "recipes/arithmetic.py"), partial_rollout=True, context_length=1024, max_new_tokens=900, enforce_eager=True))
+    plan, began = resolve(cfg), time.monotonic()
+    parts = await start(cfg, plan)
+    ready, engine, trainer, draw = time.monotonic() - began, parts.engines[0], parts.trainer, random.Random(0)
+    ended, serial, stop = [], iter(range(10**9)), False
+
+    async def keep_sampling() -> None:
+        while not stop:
+            prompt = np.asarray([draw.randrange(2, 250) for _ in range(32)], np.int32)
+            answer, = await engine.generate.remote([(f"r{next(serial)}", prompt, draw.randrange(40, 400), [])], [Sampling()])
+            ended.append((prompt, answer))
+
+    def rows(answers: list) -> list:
+        out = []
+        for i, (prompt, answer) in enumerate(answers):
+            trajectory = Trajectory(rollout=i, group=i, reward=0.0)
+            trajectory.extend(prompt)
+            trajectory.extend(answer.token_ids, answer.logprobs, answer.policy_versions)
+            out.append([trajectory])
+        return out
+
+    seen = {"transfer": plan.transfer, "ready_seconds": ready, "gap_mean": [], "gap_max": [], "older_mean": [], "tokens": [], "publish_seconds": [], "straddling": 0}
+    publish_began = time.monotonic()
+    await publish(trainer, parts.engines, 0)
+    seen["publish_seconds"].append(time.monotonic() - publish_began)
+    samplers = [asyncio.ensure_future(keep_sampling()) for _ in range(in_flight)]
+    for version in range(count + 1):
+        while sum(int((a.policy_versions == version).sum()) for _, a in ended) < 1000 // (1 + 4 * (device == "cpu")):
+            done, _ = await asyncio.wait(samplers, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        answers, ended[:] = list(ended)[:48], []
+        batch = collate(rows(answers), AGGREGATIONS["token-mean"], 1.0)
+        batch.old_logprobs = await trainer.logprobs(batch)
+        gap = (batch.old_logprobs - batch.behaviour_logprobs).abs()
+        now = batch.response_mask & (batch.policy_versions == version)
+        older = batch.response_mask & (batch.policy_versions < version)
+        seen["gap_mean"].append(gap[now].mean().item())
+        seen["gap_max"].append(gap[now].max().item())
+        seen["tokens"].append(int(now.sum()))
+        seen["older_mean"] += [gap[older].mean().item()] if older.any() else []
+        seen["straddling"] += sum(len(set(a.policy_versions.tolist())) > 1 for _, a in answers)
+        if version < count:
+            batch.advantages = batch.spread(torch.tensor([1.0, -1.0]).repeat(len(answers))[: len(answers)])
+            await trainer.update(batch, "ppo")
+            publish_began = time.monotonic()
+            await publish(trainer, parts.engines, version + 1)
+            seen["publish_seconds"].append(time.monotonic() - publish_began)
+    stop = True
+    seen["trainer_gpu"], seen["engine_gpu"] = await asyncio.gather(*[actor.__ray_call__.remote(lambda self: os.environ.get("CUDA_VISIBLE_DEVICES")) for actor in (trainer.ranks[0], engine)])
+    seen["memory_gb"], seen["rank_gb"] = await trainer.ranks[0].__ray_call__.remote(lambda self: torch.cuda.max_memory_allocated() / 2**30), plan.rank_gb
+    return seen
+
+
+def bare_rank(model: str, device: str, ref: bool = False, critic: bool = False, **flags):
+    """A Rank of this process, the only one, computing in bfloat16."""
+    from losses import LossConfig
+    from trainer import Rank, TrainerConfig
+
+    rank = Rank.__ray_metadata__.modified_class(0, 1, model, TrainerConfig(warmup_steps=0, decay="constant", **flags), LossConfig(), device, "bfloat16", 10, 0)
+    rank.start("127.0.0.1", 29000 + random.randrange(900), ref, critic)
+    return rank
+
+
+def forward(model: str, device: str) -> dict:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    rank, vocabulary = bare_rank(model, device), AutoConfig.from_pretrained(model).vocab_size
+    batch = random_batch(16, vocabulary, seed=1)
+    mine, = rank.per_token(batch, [list(range(16))], "logprobs")
+    logits = rank.model(input_ids=batch.token_ids[:2].long().to(rank.device), use_cache=False).logits
+    logits.float().logsumexp(-1).mean().backward()
+    seen = {
+        "class": type(rank.model).__mro__[2].__module__,                  # FSDPx, FSDPModule, x
+        "logits": str(logits.dtype), "masters": sorted({str(p.dtype) for p in rank.model.parameters()}),
+        "sharded": sorted({type(p).__name__ for p in rank.model.parameters()}), "gradients": sorted({str(p.grad.dtype) for p in rank.model.parameters() if p.grad is not None})}
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(rank.device)
+    gaps = []
+    for row in range(16):
+        n = int(batch.lengths[row])
+        ids = batch.token_ids[row, :n].long().to(rank.device)
+        with torch.no_grad():
+            theirs = plain(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[15:, 0].cpu()
+        gaps.append((mine[row, 16:n] - theirs).abs())
+    gaps = torch.cat(gaps)
+    return seen | {"gap_mean": gaps.mean().item(), "gap_max": gaps.max().item()}
+
+
+def critic(model: str, device: str) -> dict:
+    from transformers import AutoConfig
+
+    from trainer import rank_memory
+
+    config = AutoConfig.from_pretrained(model)
+    rank = bare_rank(model, device, ref=True, critic=True, critic_learning_rate=1e-4, tokens_per_microbatch=2048)
+    batch = random_batch(16, config.vocab_size, seed=2)
+    everything = [list(range(16))]
+    policy, = rank.per_token(batch, everything, "logprobs")
+    reference, = rank.per_token(batch, everything, "ref_logprobs")
+    batch.old_logprobs, batch.behaviour_logprobs, batch.returns = policy, policy, 2.0 * batch.response_mask
+    errors = []
+    for _ in range(12):
+        batch.values, = rank.per_token(batch, everything, "values")
+        metrics = rank.update(batch, [everything], "value")
+        errors.append(metrics["value_error"][0] / metrics["value_error"][1])
+    rank.update(batch, [everything], "ppo")
+    shape = list(rank.critic.model(input_ids=batch.token_ids[:1].long().to(rank.device), use_cache=False).logits.shape)
+    parameters = sum(p.numel() for p in rank.model.parameters())
+    memory = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    return {"error": errors, "ref_gap": (policy - reference).abs().max().item(), "value_shape": shape, "memory_gb": memory,
+            "rank_gb": rank_memory(parameters, config, replace(rank.cfg, tokens_per_microbatch=2048), True, True)}
+
+
+def main(name: str, kind: str, _, device: str) -> None:
+    """One check, on a model made anew; the last line printed is its numbers."""
+    import tempfile
+
+    import ray
+
+    from train import quiet, start_ray
+
+    quiet()
+    with tempfile.TemporaryDirectory() as work:
+        model = str(Path(work) / kind)
+        make_model(kind, Path(model), tiny=device == "cpu")
+        if name == "publishes":
+            start_ray(None)
+            try:
+                seen = asyncio.run(publishes(model, device))
+            finally:
+                ray.shutdown()
+        else:
+            seen = {"forward": forward, "critic": critic}[name](model, device)
+    print(json.dumps(seen), flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main(*sys.argv[1:])
