@@ -113,6 +113,12 @@ class GlooWorker(NCCLWeightTransferEngine):
         self.model_update_group = stateless_init_torch_distributed_process_group(
             init_info.master_address, init_info.master_port, rank, init_info.world_size, "gloo")
 
+    def start_weight_update(self) -> None:
+        super().start_weight_update()
+        for module in self.model.modules():                   # vLLM prepacks a CPU's experts only when it makes their kernel: it must make it anew
+            if hasattr(module, "quant_method") and hasattr(module.quant_method, "moe_kernel"):
+                module.quant_method.moe_kernel = None
+
     def update_weights(self, update_info: dict) -> None:      # the base class synchronises an accelerator, which a CPU has not
         self.receive_weights(self.parse_update_info(update_info))
 
@@ -138,11 +144,13 @@ class Receiver:
     def watch_weights(self) -> None:
         """From now on note every element that reaches an engine parameter. Called once, before the first publish."""
         model = self.model_runner.get_model()                # without the wrapper that replays CUDA graphs
-        load, self.loaded, self.needed = model.load_weights, {}, elements(model)
+        load, self.loaded, first = model.load_weights, {}, {}
+        tied = {name for name, p in model.named_parameters(remove_duplicate=False) if first.setdefault(id(p), name) != name}
+        self.needed = elements(model, tied)
 
         def recording(weights):
-            if not self.loaded:
-                self.needed = elements(model)                # now, at the start of an update: outside one, packed weights are empty
+            if not self.loaded:                              # now, at the start of an update: outside one, packed weights are empty,
+                self.needed = elements(model, tied)          # and in one, a tied head has a placeholder of its own
             reached = set()
             for name, weight in weights:                     # one at a time: so each element is booked on the parameter it went to
                 for parameter in (held_name(p, self.needed) for p in load([(name, weight)])):
@@ -168,14 +176,14 @@ def held_name(reported: str, held: dict[str, int]) -> str:
     return inside[0] if len(inside) == 1 else reported
 
 
-def elements(model: torch.nn.Module) -> dict[str, int]:
-    """Elements of each engine parameter that a checkpoint fills; the rows that pad a vocabulary are not among them."""
+def elements(model: torch.nn.Module, tied: set[str]) -> dict[str, int]:
+    """Elements of each engine parameter that a checkpoint fills; the rows that pad a vocabulary are not among them, nor the second names of `tied` ones."""
     needed = {name: p.numel() for name, p in model.named_parameters()}
     for name, module in model.named_modules():
         if isinstance(module, VocabParallelEmbedding):
             for parameter, p in module.named_parameters(prefix=name, recurse=False):
                 needed[parameter] = module.shard_indices.num_org_elements * p[0].numel() if p.dim() > 1 else p.numel()
-    return needed
+    return {name: n for name, n in needed.items() if name not in tied}
 
 
 # ---------------------------------------------------------------------------------------------------- the two ends meet

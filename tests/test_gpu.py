@@ -47,7 +47,8 @@ def program(command: list[str], gpus: int, seconds: float) -> str:
     """Output of a program that sees the first `gpus` GPUs; killed with all it started after `seconds`. Skips where there are fewer."""
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs, here are {torch.cuda.device_count()}")
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))), "HF_HUB_OFFLINE": "1"}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(visible[:gpus]), "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     try:
         output, _ = process.communicate(timeout=seconds)
@@ -59,10 +60,17 @@ def program(command: list[str], gpus: int, seconds: float) -> str:
     return output
 
 
-def check(rehearse: bool, gpus: int, seconds: float, *arguments: str) -> dict:
-    """Numbers of one of the checks below."""
-    flags = ["--device", "cpu" if rehearse else "cuda"]
-    return json.loads(program([sys.executable, __file__, *arguments, *flags], 0 if rehearse else gpus, seconds).splitlines()[-1])
+@pytest.fixture(scope="session")
+def check(rehearse, tmp_path_factory):
+    """check(GPUs, seconds, name, kind of model) -> numbers of one of the checks below; models are made once."""
+    models, device = tmp_path_factory.mktemp("models"), "cpu" if rehearse else "cuda"
+
+    def run(gpus: int, seconds: float, name: str, kind: str) -> dict:
+        if not (models / kind).exists():
+            program([sys.executable, __file__, "make", str(models / kind), device], 0 if rehearse else 1, 120)
+        return json.loads(program([sys.executable, __file__, name, str(models / kind), device], 0 if rehearse else gpus, seconds).splitlines()[-1])
+
+    return run
 
 
 def train(run: Path, gpus: int, seconds: float, command: list[str]) -> tuple[list[dict], float]:
@@ -76,13 +84,13 @@ def train(run: Path, gpus: int, seconds: float, command: list[str]) -> tuple[lis
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["tied", "dense", "experts"])
 @pytest.mark.parametrize("gpus", [2, 1])
-def test_every_token_has_the_logprob_of_the_version_it_carries_over_20_publishes_in_flight(rehearse, report, gpus, kind):
+def test_every_token_has_the_logprob_of_the_version_it_carries_over_20_publishes_in_flight(rehearse, report, check, gpus, kind):
     """64 answers in flight all the time, an update of all weights and a publish, 20 times; two GPUs: nccl, one: ipc.
 
     What ends under version v is scored by the trainer while it holds v: tokens labelled v are in the band (coverage is
     checked by each publish), older ones of the same answers are further off; the band is as wide at the end as at the start.
     """
-    seen = report(f"publishes/{kind}/{gpus}", check(rehearse, gpus, 400, "publishes", kind))
+    seen = report(f"publishes/{kind}/{gpus}", check(gpus, 400, "publishes", kind))
     assert seen["transfer"] == ("gloo" if rehearse else "nccl" if gpus == 2 else "ipc")
     assert len(seen["gap_mean"]) == 21 and min(seen["tokens"]) >= 100 and seen["straddling"] >= 40
     mean, most = (EXACT, EXACT) if rehearse else (MEAN, MOST)
@@ -94,18 +102,18 @@ def test_every_token_has_the_logprob_of_the_version_it_carries_over_20_publishes
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["tied", "experts"])
-def test_one_rank_has_float32_masters_bfloat16_compute_and_the_logprobs_of_transformers(rehearse, report, kind):
+def test_one_rank_has_float32_masters_bfloat16_compute_and_the_logprobs_of_transformers(rehearse, report, check, kind):
     """AutoModel's class under FSDP2 on one rank, from a bfloat16 checkpoint; the oracle is transformers' class in float32."""
-    seen = report(f"forward/{kind}", check(rehearse, 1, 300, "forward", kind))
+    seen = report(f"forward/{kind}", check(1, 300, "forward", kind))
     assert seen["masters"] == seen["gradients"] == ["torch.float32"] and seen["sharded"] == ["DTensor"]
     assert seen["logits"] == "torch.bfloat16" and (rehearse or seen["class"].startswith("nemo_automodel."))
     assert seen["gap_mean"] <= MEAN and seen["gap_max"] <= MOST
 
 
 @pytest.mark.gpu
-def test_the_critic_learns_and_the_reference_starts_where_the_policy_does(rehearse, report):
+def test_the_critic_learns_and_the_reference_starts_where_the_policy_does(rehearse, report, check):
     """One value a token, its error falls below a half of the first; log p under the reference equals the policy's."""
-    seen = report("critic", check(rehearse, 1, 300, "critic", "tied"))
+    seen = report("critic", check(1, 300, "critic", "tied"))
     assert seen["value_shape"][-1] == 1 and seen["error"][-1] < 0.5 * seen["error"][0]
     assert seen["ref_gap"] == 0.0 and seen["memory_gb"] <= seen["rank_gb"]
 
@@ -138,7 +146,7 @@ def test_smollm2_reaches_030_on_chain_sum_within_five_minutes_on_one_gpu(rehears
     model = Path(request.config.getoption("--smollm2"))
     if not model.is_dir():
         pytest.skip(f"no model at {model}: python recipes/smollm2.py --prepare-only")
-    name, flags = f"gpu-smollm2-{int(time.time())}", ["--device", "cpu", "--steps", "2"] if rehearse else []
+    name, flags = f"gpu-smollm2-{int(time.time())}", ["--device", "cpu", "--steps", "2"] if rehearse else ["--enforce-eager"]
     rows, seconds = train(ROOT / "runs" / name, 1, 600, ["recipes/smollm2.py", "--model", str(model), "--", "--name", name, *flags])
     greedy = [r["eval/greedy"] for r in rows if "eval/greedy" in r]
     report("smollm2", {"seconds": seconds, "greedy": greedy, "rows": [rows[1], rows[len(rows) // 2], rows[-1]]})
@@ -195,10 +203,9 @@ async def publishes(model: str, device: str, count: int = 20, in_flight: int = 6
     from trainer import TrainerConfig
     from weight_sync import publish
 
-    if device == "cpu":
-        in_flight = 16
+    in_flight, wanted = (16, 200) if device == "cpu" else (in_flight, 1000)    # wanted: tokens of a version to score
     cfg = Config(model=model, device=device, trainer=TrainerConfig(learning_rate=1e-4, warmup_steps=0, decay="constant", tokens_per_microbatch=8192),
-                 generator=GeneratorConfig(agent=str(ROOT / "recipes/arithmetic.py"), partial_rollout=True, context_length=1024, max_new_tokens=900, enforce_eager=True))
+                 generator=GeneratorConfig(agent=str(ROOT / "recipes/arithmetic.py"), partial_rollout=True, context_length=1024, max_new_tokens=900, enforce_eager=True, gpu_memory_utilization=0.25))
     plan, began = resolve(cfg), time.monotonic()
     parts = await start(cfg, plan)
     ready, engine, trainer, draw = time.monotonic() - began, parts.engines[0], parts.trainer, random.Random(0)
@@ -225,11 +232,11 @@ async def publishes(model: str, device: str, count: int = 20, in_flight: int = 6
     seen["publish_seconds"].append(time.monotonic() - publish_began)
     samplers = [asyncio.ensure_future(keep_sampling()) for _ in range(in_flight)]
     for version in range(count + 1):
-        while sum(int((a.policy_versions == version).sum()) for _, a in ended) < 1000 // (1 + 4 * (device == "cpu")):
+        while sum(int((a.policy_versions == version).sum()) for _, a in ended) < wanted:
             done, _ = await asyncio.wait(samplers, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-        answers, ended[:] = list(ended)[:48], []
+        answers, ended[:] = [(prompt, a) for prompt, a in ended if version in a.policy_versions][:48], []
         batch = collate(rows(answers), AGGREGATIONS["token-mean"], 1.0)
         batch.old_logprobs = await trainer.logprobs(batch)
         gap = (batch.old_logprobs - batch.behaviour_logprobs).abs()
@@ -311,26 +318,23 @@ def critic(model: str, device: str) -> dict:
             "rank_gb": rank_memory(parameters, config, replace(rank.cfg, tokens_per_microbatch=2048), True, True)}
 
 
-def main(name: str, kind: str, _, device: str) -> None:
-    """One check, on a model made anew; the last line printed is its numbers."""
-    import tempfile
-
+def main(name: str, model: str, device: str) -> None:
+    """Make a model, its kind being the directory's name, or run one check on it; the last line printed is its numbers."""
     import ray
 
     from train import quiet, start_ray
 
     quiet()
-    with tempfile.TemporaryDirectory() as work:
-        model = str(Path(work) / kind)
-        make_model(kind, Path(model), tiny=device == "cpu")
-        if name == "publishes":
-            start_ray(None)
-            try:
-                seen = asyncio.run(publishes(model, device))
-            finally:
-                ray.shutdown()
-        else:
-            seen = {"forward": forward, "critic": critic}[name](model, device)
+    if name == "make":
+        return make_model(Path(model).name, Path(model), tiny=device == "cpu")
+    if name == "publishes":
+        start_ray(None)
+        try:
+            seen = asyncio.run(publishes(model, device))
+        finally:
+            ray.shutdown()
+    else:
+        seen = {"forward": forward, "critic": critic}[name](model, device)
     print(json.dumps(seen), flush=True)
 
 

@@ -126,6 +126,18 @@ def test_b18_coverage_names_a_parameter_that_no_part_or_only_some_parts_reached(
     assert worker.missing_weights() == ["qkv", "mlp"]        # a publish that loaded nothing is an error too
 
 
+def test_b18_a_tied_head_is_covered_by_the_embedding_although_an_update_gives_it_a_placeholder():
+    """Both names are one parameter when the engine starts; during an update vLLM holds two, and only the first is ever loaded."""
+    model, worker = Model(), Receiver()
+    model.head = model.qkv
+    worker.model_runner = types.SimpleNamespace(get_model=lambda: model)
+    worker.watch_weights()
+    model.head = torch.nn.Parameter(torch.zeros(12))
+    for name in ("qa", "qb", "qc", "ma", "mb", "mc"):
+        model.load_weights([(name, torch.zeros(4))])
+    assert worker.missing_weights() == []
+
+
 def test_b18_the_source_sends_small_tensors_exact_and_a_tied_head_when_the_engine_has_its_own():
     """1.001 and 1.002 are one number in bfloat16: the router [8, 128] must travel in float32, the embedding [9000, 128] in bfloat16.
 
@@ -183,8 +195,7 @@ def test_b19_a_publish_that_stalls_raises_within_its_deadline_and_says_what_it_w
 @pytest.mark.parametrize("kind, trainers, engines", [("dense", 2, 2), ("dense", 4, 1), ("experts", 1, 1)])
 def test_b18_b19_every_rank_and_engine_of_a_transfer_group_holds_the_published_weights(cluster, hostile_model, loop, tmp_path, kind, trainers, engines):
     """Every engine has a rank of its own and every gather is joined by all trainer ranks: 3 updates of all parameters and
-    publishes, all engines agree with the sharded trainer to 1e-4. A tied mixture of experts is published four times with every
-    engine parameter reached (coverage raises otherwise); its logprobs are not compared here."""
+    publishes, all engines agree with the sharded trainer to 1e-4, a mixture of experts with a tied head too."""
     model = hostile_model
     if kind == "experts":
         model = str(tmp_path / "moe")
@@ -199,7 +210,7 @@ def test_b18_b19_every_rank_and_engine_of_a_transfer_group_holds_the_published_w
             await asyncio.wait_for(publish(parts.trainer, parts.engines, version), 60)
             for engine in range(engines):
                 sampled = await rollouts(cfg, parts, 8, f"v{version}", engine)
-                assert kind == "experts" or await gap(cfg, parts, sampled) <= 1e-4
+                assert await gap(cfg, parts, sampled) <= 1e-4
                 assert {v for r in sampled for v in r[0].policy_versions[r[0].response_mask]} == {version}
             await update(cfg, parts, sampled)
         await asyncio.gather(*[e.stop.remote() for e in parts.engines])
