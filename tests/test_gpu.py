@@ -204,8 +204,8 @@ async def publishes(model: str, device: str, count: int = 20, in_flight: int = 6
     from weight_sync import publish
 
     in_flight, wanted = (16, 200) if device == "cpu" else (in_flight, 1000)    # wanted: tokens of a version to score
-    cfg = Config(model=model, device=device, trainer=TrainerConfig(learning_rate=1e-4, warmup_steps=0, decay="constant", tokens_per_microbatch=8192),
-                 generator=GeneratorConfig(agent=str(ROOT / "recipes/arithmetic.py"), partial_rollout=True, context_length=1024, max_new_tokens=900, enforce_eager=True, gpu_memory_utilization=0.25))
+    cfg = Config(model=model, device=device, trainer=TrainerConfig(learning_rate=1e-4, warmup_steps=0, decay="constant", tokens_per_microbatch=2048),
+                 generator=GeneratorConfig(agent=str(ROOT / "recipes/arithmetic.py"), partial_rollout=True, context_length=1024, max_new_tokens=900, enforce_eager=True, gpu_memory_utilization=0.15))
     plan, began = resolve(cfg), time.monotonic()
     parts = await start(cfg, plan)
     ready, engine, trainer, draw = time.monotonic() - began, parts.engines[0], parts.trainer, random.Random(0)
@@ -226,6 +226,7 @@ async def publishes(model: str, device: str, count: int = 20, in_flight: int = 6
             out.append([trajectory])
         return out
 
+    print(f"ready after {ready:.0f} s", flush=True)
     seen = {"transfer": plan.transfer, "ready_seconds": ready, "gap_mean": [], "gap_max": [], "older_mean": [], "tokens": [], "publish_seconds": [], "straddling": 0}
     publish_began = time.monotonic()
     await publish(trainer, parts.engines, 0)
@@ -247,6 +248,7 @@ async def publishes(model: str, device: str, count: int = 20, in_flight: int = 6
         seen["tokens"].append(int(now.sum()))
         seen["older_mean"] += [gap[older].mean().item()] if older.any() else []
         seen["straddling"] += sum(len(set(a.policy_versions.tolist())) > 1 for _, a in answers)
+        print(f"version {version}: {seen['tokens'][-1]} tokens, gap mean {seen['gap_mean'][-1]:.1e} max {seen['gap_max'][-1]:.1e}, older tokens {seen['older_mean'][-1:]}", flush=True)
         if version < count:
             batch.advantages = batch.spread(torch.tensor([1.0, -1.0]).repeat(len(answers))[: len(answers)])
             await trainer.update(batch, "ppo")
