@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine, NCCLWeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+CHUNK = 64 << 20                       # bytes that a gloo worker receives before it loads them
 SMALL = 1 << 20                        # tensors below this many elements travel in float32, whatever the engine holds them in
 
 
@@ -123,10 +124,15 @@ class GlooWorker(NCCLWeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info) -> None:
+        received, size = [], 0
         for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes):
             weight = torch.empty(shape, dtype=getattr(torch, dtype))
             dist.broadcast(weight, group_src=0, group=self.model_update_group)
-            self.model.load_weights([(name, weight)])
+            received, size = received + [(name, weight)], size + weight.nbytes
+            if size > CHUNK or len(received) == 64:           # each call of load_weights lists the whole model: a mixture has thousands of tensors
+                self.model.load_weights(received)
+                received, size = [], 0
+        self.model.load_weights(received)
 
 
 WeightTransferEngineFactory.register_engine("gloo", GlooWorker)
@@ -144,18 +150,23 @@ class Receiver:
     def watch_weights(self) -> None:
         """From now on note every element that reaches an engine parameter. Called once, before the first publish."""
         model = self.model_runner.get_model()                # without the wrapper that replays CUDA graphs
-        load, self.loaded, first = model.load_weights, {}, {}
+        load, self.loaded, first, targets = model.load_weights, {}, {}, {}
         tied = {name for name, p in model.named_parameters(remove_duplicate=False) if first.setdefault(id(p), name) != name}
         self.needed = elements(model, tied)
 
         def recording(weights):
             if not self.loaded:                              # now, at the start of an update: outside one, packed weights are empty,
                 self.needed = elements(model, tied)          # and in one, a tied head has a placeholder of its own
-            reached = set()
-            for name, weight in weights:                     # one at a time: so each element is booked on the parameter it went to
-                for parameter in (held_name(p, self.needed) for p in load([(name, weight)])):
+            weights, reached = list(weights), set()
+            if any(name not in targets for name, _ in weights):
+                for name, weight in weights:                 # the first time one by one: so it is known which parameter each goes to
+                    targets[name] = {held_name(p, self.needed) for p in load([(name, weight)])}
+                    reached |= targets[name]
+            else:
+                reached = {held_name(p, self.needed) for p in load(weights)}
+            for name, weight in weights:
+                for parameter in targets[name] & reached:
                     self.loaded[parameter] = self.loaded.get(parameter, 0) + weight.numel()
-                    reached.add(parameter)
             return reached
 
         model.load_weights = recording

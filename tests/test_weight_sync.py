@@ -123,6 +123,8 @@ def test_b18_coverage_names_a_parameter_that_no_part_or_only_some_parts_reached(
     for name in ("qa", "qb", "qc", "ma", "mb", "mc"):
         model.load_weights([(name, torch.zeros(4))])
     assert worker.missing_weights() == []
+    model.load_weights([(name, torch.zeros(4)) for name in ("qa", "qb", "qc", "ma", "mb")])     # all at once, as later updates come
+    assert worker.missing_weights() == ["mlp"]
     assert worker.missing_weights() == ["qkv", "mlp"]        # a publish that loaded nothing is an error too
 
 
