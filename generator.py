@@ -273,6 +273,14 @@ class AgentWorker:
         self.agent = load_agent(cfg.agent).AgentRunner
         self.budget = Budget(cfg.context_length, cfg.max_new_tokens)
         self.life = uuid.uuid4().hex[:8]                   # an engine may still know requests of an earlier life by name
+        self.places: dict[str, dict[int, tuple[str, float]]] = {}   # group -> rollout -> what it is in, since when
+
+    async def whereabouts(self, group: str) -> str:
+        """Which rollout of a group ("name-index") has been longest in the same place, in words."""
+        if not self.places.get(group):
+            return "its rollouts have ended, or not begun"
+        rollout, (place, since) = min(self.places[group].items(), key=lambda item: item[1][1])
+        return f"rollout {rollout} has been in {place} for {time.monotonic() - since:.0f} s"
 
     async def run_groups(self, prompts: list[tuple[int, dict]], engine, samples: int, temperature: float, seed: int | None, name: str) -> list[Group]:
         """`samples` rollouts of each (index, prompt), on the engine given (an actor). Failures are counted by reason, never turned into rewards.
@@ -285,6 +293,7 @@ class AgentWorker:
     async def _group(self, batcher: "Batcher", index: int, prompt: dict, samples: int, temperature: float, seed: int | None, name: str) -> Group:
         group = Group(index, prompt)
         outcomes = await asyncio.gather(*[self._rollout(batcher, index, prompt, member, samples, temperature, seed, name) for member in range(samples)])
+        self.places.pop(f"{name}-{index}", None)
         for segments, reason, error in outcomes:
             if reason is None:
                 group.rollouts.append(segments)
@@ -297,11 +306,17 @@ class AgentWorker:
         """One episode -> (segments, None, None), or (None, why it cannot be used, what went wrong)."""
         rollout, limit = index * samples + member, asyncio.timeout(self.cfg.rollout_timeout)
 
+        places = self.places.setdefault(f"{name}-{index}", {})
+
         async def generate(token_ids, max_tokens, stop, turn) -> Completion:
             sampling = Sampling(temperature, None if seed is None or not temperature else rollout_seed(seed, index, member, turn))
-            return await batcher.generate((f"{name}-{rollout}-{turn}-{self.life}", token_ids, max_tokens, stop), sampling)
+            places[rollout] = f"the engine, turn {turn + 1}", time.monotonic()
+            completion = await batcher.generate((f"{name}-{rollout}-{turn}-{self.life}", token_ids, max_tokens, stop), sampling)
+            places[rollout] = f"the agent, turn {turn + 1}", time.monotonic()
+            return completion
 
         try:
+            places[rollout] = "the agent's reset", time.monotonic()
             async with limit:
                 segments = await run_episode(self.agent(), prompt, self.tokenizer, generate, self.budget, rollout, index)
         except (ray.exceptions.RayActorError, EngineGone):     # the engine is gone: the run's matter, not this rollout's
@@ -311,6 +326,8 @@ class AgentWorker:
                 return None, "timeout", f"rollout {rollout} of prompt {index} took longer than --rollout-timeout {self.cfg.rollout_timeout} s"
             cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
             return None, f"error_{type(cause).__name__}", f"rollout {rollout} of prompt {index}: {type(cause).__name__}: {cause}"
+        finally:
+            places.pop(rollout, None)
         if not any(s.response_mask.any() for s in segments):
             return None, "prompt_too_long" if segments[0].truncated else "empty", None
         if segments[0].reward is None:
@@ -541,11 +558,13 @@ class Pool:
             self.pending.append(flight.index)
         self.fill()
 
+    def oldest(self) -> Flight | None:
+        """The group in flight that started first and is not complete: whoever waits for the pool waits for it, at the latest in the end."""
+        return next((f for f in self.running if f.ended is None), None)
+
     def waiting_for(self) -> str:
-        """What `take` is waiting for, in words."""
-        if not self.running:
-            return "no group"
-        head = self.running[0]
+        if (head := self.oldest()) is None:
+            return "no prompt group: none is in flight"
         done = sum(f.ended is not None for f in self.running)
         return f"prompt group {head.index} (started {time.monotonic() - head.started:.0f} s ago at version {head.version}); {done} of {len(self.running)} groups are complete"
 

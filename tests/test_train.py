@@ -1,5 +1,6 @@
 """Flags, plan and log by hand; the whole program as a user runs it: learning, killed and resumed, interrupted."""
 
+import asyncio
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from estimators import ESTIMATORS, EstimatorConfig
 from generator import GeneratorConfig
 from losses import LossConfig
 from recipes import arithmetic
-from train import Config, Log, Parts, finished_checkpoints, from_dict, make_pool, make_trainer, parse, read_rows, resolve
+from train import Config, Log, Parts, finished_checkpoints, from_dict, make_pool, make_trainer, parse, read_rows, resolve, waiting
 from train import loop as train_loop
 from trainer import TrainerConfig
 
@@ -165,6 +166,32 @@ def test_a_reference_of_another_vocabulary_is_refused(tmp_path):
     (tmp_path / "config.json").write_text((TINY / "config.json").read_text().replace('"vocab_size": 262', '"vocab_size": 999'))
     with pytest.raises(ValueError, match="vocabulary of 999"):
         resolve(Config(model=str(TINY), device="cpu", losses=LossConfig(kl_coef=0.1), trainer=TrainerConfig(ref=str(tmp_path))))
+
+
+# ---------------------------------------------------------------------------------------------------- waiting
+def test_a_wait_names_what_it_waits_for_and_ends_at_its_deadline(capsys):
+    """Patience 0.1 s, deadline 0.35 s: said at 0.1, 0.2 and 0.3 s, then TimeoutError with the same words; a shorter wait says nothing."""
+    async def what():
+        return "the moon"
+
+    async def scenario():
+        async with waiting(what, deadline=5, patience=5):
+            await asyncio.sleep(0.01)
+        async with waiting(what, deadline=0.35, patience=0.1):
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError, match="waited 0 s for the moon"):
+        asyncio.run(scenario())
+    assert capsys.readouterr().out.count("for the moon") == 3
+
+
+def test_a_timeout_from_inside_a_wait_keeps_its_own_words():
+    async def scenario():
+        async with waiting("the moon", deadline=5):
+            raise TimeoutError("of its own")
+
+    with pytest.raises(TimeoutError, match="^of its own$"):
+        asyncio.run(scenario())
 
 
 # ---------------------------------------------------------------------------------------------------- README
