@@ -68,7 +68,7 @@ class Config:
     resume: bool = False               # go on from the newest finished checkpoint, with the run's own flags unless given anew
     wait_timeout: float = 3600.0       # seconds any one wait may take before the run stops and names it; rollouts, engines and publishes have limits of their own
     wandb: bool = False                # also log to Weights & Biases
-    ray_address: str | None = None     # address of a running Ray cluster; None starts a private one
+    ray_address: str | None = None     # address of a running Ray cluster (`auto`: the one of this machine); None starts a private one
     dry_run: bool = False              # print the resolved plan and exit
     generator: Annotated[GeneratorConfig, tyro.conf.arg(name="")] = field(default_factory=GeneratorConfig)
     estimation: Annotated[EstimatorConfig, tyro.conf.arg(name="")] = field(default_factory=EstimatorConfig)
@@ -128,8 +128,8 @@ class Plan:
     device: str
     dtype: str
     transfer: str                      # weight transfer backend
-    gpus: int
-    cores: int
+    nodes: tuple[int, ...]             # GPUs of each node that are used: none on a CPU run
+    cores: int                         # of one node
     parameters: int
     tie_word_embeddings: bool
 
@@ -138,8 +138,9 @@ class Plan:
         weights = self.parameters * (2 if self.dtype == "bfloat16" else 4) / gb / gen.engine_tp_size
         return [
             ("model", f"{cfg.model}, {self.parameters / 1e6:.2f} M parameters"),
-            ("device", f"{self.device}, {self.gpus} GPUs, {self.cores} cores; forward in {self.dtype}, master weights in float32"),
-            ("engines", f"{gen.engines} vLLM x {gen.engine_tp_size} {'GPU' if self.gpus else 'process'}, weights {weights:.3f} GB each"),
+            ("nodes", f"{len(self.nodes)}, with {', '.join(map(str, self.nodes))} GPUs and {self.cores} cores each"),
+            ("device", f"{self.device}; forward in {self.dtype}, master weights in float32"),
+            ("engines", f"{gen.engines} vLLM x {gen.engine_tp_size} {'GPU' if self.device == 'cuda' else 'process'}, weights {weights:.3f} GB each"),
             ("trainers", f"{train.trainers} FSDP2 ranks, {self.parameters * 16 / gb / train.trainers:.3f} GB each (master, gradient, two moments)"
                          + (f", reference {self.parameters * 4 / gb / train.trainers:.3f} GB if as large" if cfg.reference else "")
                          + (f", critic {self.parameters * 16 / gb / train.trainers:.3f} GB if as large" if ESTIMATORS[cfg.estimator].critic else "")),
@@ -154,17 +155,19 @@ class Plan:
 
 def resolve(cfg: Config) -> Plan:
     """Check the flags against the machine and the model; raises ValueError before anything is started."""
-    gpus = torch.cuda.device_count()
+    gen, nodes, where = cfg.generator, (torch.cuda.device_count(),), "this machine"
+    if cfg.ray_address:                                                  # the caller has connected to it
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        nodes, where = tuple(int(resources.get("GPU", 0)) for resources in alive), f"the cluster at {cfg.ray_address}"
+    gpus = sum(nodes)
     if cfg.device == "cuda" and not gpus:
-        raise ValueError("--device cuda: this machine has no usable NVIDIA GPU (torch.cuda.device_count() is 0). "
-                         "Use --device cpu, or check the driver and the installed torch.")
+        raise ValueError(f"--device cuda: {where} has no usable NVIDIA GPU. Use --device cpu, or check the driver and the installed torch.")
     device = ("cuda" if gpus else "cpu") if cfg.device == "auto" else cfg.device
-    gen = cfg.generator
     need = cfg.trainer.trainers + gen.engines * gen.engine_tp_size
     shared = device == "cuda" and gpus == 1 and need == 2                # one GPU for both: weights move inside it
-    if device == "cuda" and cfg.ray_address is None and need > gpus and not shared:
-        raise ValueError(f"{cfg.trainer.trainers} trainers and {gen.engines} engines of {gen.engine_tp_size} GPUs need {need} GPUs; this machine "
-                         f"has {gpus}. Lower --trainers, --engines or --engine-tp-size, or use --device cpu.")
+    if device == "cuda" and not shared and (need > gpus or gen.engines > sum(n // gen.engine_tp_size for n in nodes)):
+        raise ValueError(f"{cfg.trainer.trainers} trainers and {gen.engines} engines of {gen.engine_tp_size} GPUs (each on one node) need {need} GPUs; {where} "
+                         f"has {' + '.join(map(str, nodes))}. Lower --trainers, --engines or --engine-tp-size, or use --device cpu.")
     if device == "cpu" and gen.engine_tp_size > 1:
         raise ValueError(f"--engine-tp-size {gen.engine_tp_size}: on a CPU an engine is one process. Use --engines for more of them.")
     model, config = read_model("--model", cfg.model)
@@ -183,7 +186,7 @@ def resolve(cfg: Config) -> Plan:
     dtype = ("bfloat16" if device == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
     transfer = "gloo" if device == "cpu" else "ipc" if shared else "nccl"
     cores = len(os.sched_getaffinity(0))
-    return Plan(model, ref, critic, device, dtype, transfer, gpus if device == "cuda" else 0, cores, parameters, bool(config.tie_word_embeddings))
+    return Plan(model, ref, critic, device, dtype, transfer, nodes if device == "cuda" else (0,) * len(nodes), cores, parameters, bool(config.tie_word_embeddings))
 
 
 def read_model(flag: str, name: str):
@@ -410,18 +413,40 @@ def start_ray(address: str | None) -> None:
         subprocess.Popen([sys.executable, str(ROOT / "recipes/reap.py"), str(os.getpid())], start_new_session=True,
                          stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     private = {} if address else {"object_store_memory": 512 * 2**20, "include_dashboard": False}
+    if address and Path("~/.ray/auth_token").expanduser().is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # as `ray start --head` decides it
     try:
         ray.init(address=address or "local", logging_level="ERROR", log_to_driver=False, runtime_env={"env_vars": environment}, **private)
     except ConnectionError as error:
-        raise ValueError(f"--ray-address {address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or leave the flag out.") from None
+        raise ValueError(f"--ray-address {address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or leave the flag out. "
+                         "If there is one, compare RAY_AUTH_MODE and its token (README, several nodes).") from None
+
+
+async def placement(parts: "Parts") -> str:
+    """Which part runs on which node."""
+    names = [f"engine {i}" for i in range(len(parts.engines))] + [f"trainer rank {i}" for i in range(len(parts.trainer.ranks))] + [f"agent worker {i}" for i in range(len(parts.workers))]
+    actors, nodes = parts.engines + parts.trainer.ranks + parts.workers, {}
+    for name, node in zip(names, await asyncio.gather(*[a.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id()) for a in actors])):
+        nodes.setdefault(node[:6], []).append(name)
+    return "; ".join(f"node {node}: {', '.join(names)}" for node, names in nodes.items())
 
 
 GPUS = {"gloo": 0, "nccl": 1, "ipc": 0.5}                # of a rank or engine worker; ipc: engine and trainer share the one GPU
 
 
+def on_node(plan: Plan, i: int) -> dict:
+    """Options of the i-th actor of a kind: its GPUs say on which node it runs; where there are none, actors take the nodes in turn."""
+    if plan.transfer != "gloo" or len(plan.nodes) == 1:
+        return {}
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    alive = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(alive[i % len(alive)], soft=True)}
+
+
 def make_trainer(cfg: Config, plan: Plan) -> Trainer:
-    threads = {"env_vars": {"OMP_NUM_THREADS": str(max(1, plan.cores // cfg.trainer.trainers))}}
-    options = dict(num_cpus=0, num_gpus=GPUS[plan.transfer], runtime_env=threads)
+    threads = {"env_vars": {"OMP_NUM_THREADS": str(max(1, plan.cores * len(plan.nodes) // cfg.trainer.trainers))}}
+    options = [dict(num_cpus=0, num_gpus=GPUS[plan.transfer], runtime_env=threads) | on_node(plan, rank) for rank in range(cfg.trainer.trainers)]
     return Trainer(plan.model, replace(cfg.trainer, ref=plan.ref, critic=plan.critic), cfg.losses, plan.device, plan.dtype, cfg.steps, cfg.seed, options,
                    ref=cfg.reference, critic=ESTIMATORS[cfg.estimator].critic)
 
@@ -443,12 +468,14 @@ def make_pool(cfg: Config, parts: Parts, prompts: list[dict], first: int) -> Poo
 async def start(cfg: Config, plan: Plan) -> Parts:
     """Start engines, trainers and agent workers at the same time; the first publish is up to the caller."""
     gen = cfg.generator
-    engine_threads = {"env_vars": {"OMP_NUM_THREADS": str(max(1, plan.cores // gen.engines)), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
-    engines = [Engine.options(num_cpus=0, num_gpus=GPUS[plan.transfer] * gen.engine_tp_size, max_concurrency=100_000, runtime_env=engine_threads)
-               .remote(plan.model, gen, plan.dtype, plan.transfer, plan.tie_word_embeddings) for _ in range(gen.engines)]
-    workers = [AgentWorker.options(num_cpus=0, max_concurrency=100_000).remote(plan.model, gen) for _ in range(gen.agent_workers)]
+    engine_threads = {"env_vars": {"OMP_NUM_THREADS": str(max(1, plan.cores * len(plan.nodes) // gen.engines)), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
+    engines = [Engine.options(num_cpus=0, num_gpus=GPUS[plan.transfer] * gen.engine_tp_size, max_concurrency=100_000, runtime_env=engine_threads, **on_node(plan, i))
+               .remote(plan.model, gen, plan.dtype, plan.transfer, plan.tie_word_embeddings) for i in range(gen.engines)]
+    workers = [AgentWorker.options(num_cpus=0, max_concurrency=100_000, **on_node(plan, i)).remote(plan.model, gen) for i in range(gen.agent_workers)]
     parts = Parts(make_trainer(cfg, plan), engines, workers, plan, gen)
     await parts.start()
+    if len(plan.nodes) > 1:
+        console.print(await placement(parts), soft_wrap=True)
     return parts
 
 
@@ -750,7 +777,8 @@ async def run(cfg: Config, plan: Plan, directory: Path) -> None:
     prompts, held_out, began = read_prompts(gen, "train"), read_prompts(gen, "eval"), time.monotonic()
     console.print(f"starting Ray, {gen.engines} vLLM engine(s), {cfg.trainer.trainers} trainer rank(s), {gen.agent_workers} agent worker(s)")
     with console.status("this takes half a minute to a minute on a CPU") if console.is_terminal else nullcontext():
-        start_ray(cfg.ray_address)
+        if cfg.ray_address is None:
+            start_ray(None)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)   # after ray.init, which sets its own
         parts, log = None, None
         try:
@@ -823,6 +851,8 @@ def main() -> int:
     try:
         cfg, directory = parse()
         quiet()
+        if cfg.ray_address:                               # what its nodes have decides the plan
+            start_ray(cfg.ray_address)
         plan = resolve(cfg)
         if cfg.dry_run:
             table = Table(show_header=False)

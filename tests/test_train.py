@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -346,3 +347,35 @@ def test_an_interrupted_run_says_so_and_leaves_no_process(tmp_path, how):
     output = finish(run, 60)
     assert run.returncode == 130 and ("with --resume" in output) == bool(finished_checkpoints(tmp_path / "runs" / "cut")), output
     assert_nothing_left(marker, 120)
+
+
+@pytest.mark.long
+def test_a_run_on_two_ray_nodes_uses_both(tmp_path):
+    """Two Ray nodes on this machine, two engines, two trainer ranks: one of each on either node. Seeds decide the tokens of version 0, so
+    the first eval and the first step's reward are those of a private run with one engine and one rank."""
+    with socket.socket() as s:
+        s.bind(("", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    marker = f"nanomolt-nodes-{os.getpid()}"
+    environment = os.environ | {"MARKER": marker, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+    common = ["--num-cpus", "1", "--object-store-memory", "200000000", "--disable-usage-stats", "--block"]
+    ray_command = str(Path(sys.executable).parent / "ray")
+    nodes = [subprocess.Popen([ray_command, "start", "--head", "--port", address.split(":")[1], "--include-dashboard=false", *common], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)]
+    time.sleep(10)
+    nodes.append(subprocess.Popen([ray_command, "start", "--address", address, *common], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    time.sleep(10)
+    try:
+        run = [sys.executable, str(ROOT / "train.py"), *SMALL, "--steps", "3", "--engines", "2", "--trainers", "2"]
+        over = subprocess.run([*run, "--ray-address", address, "--name", "two"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+    finally:
+        for node in nodes:
+            node.terminate()
+    assert over.returncode == 0, over.stdout + over.stderr
+    placed = [set(re.findall(r"(?:engine|trainer rank) \d", part)) for part in re.search(r"^node .*$", over.stdout, re.M).group().split(";")]
+    assert sorted(placed, key=sorted) == [{"engine 0", "trainer rank 0"}, {"engine 1", "trainer rank 1"}]
+    assert_nothing_left(marker, 30)
+    alone = subprocess.run([sys.executable, str(ROOT / "train.py"), *SMALL, "--steps", "3", "--name", "one"], cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    two, one = (metrics(tmp_path / "runs" / name) for name in ("two", "one"))
+    assert [row["version"] for row in two] == [row["version"] for row in one] == [0, 1, 2, 3]
+    assert two[1]["reward"] == one[1]["reward"] and two[0]["eval/greedy"] == one[0]["eval/greedy"]
