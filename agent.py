@@ -55,7 +55,7 @@ class Trajectory:
             raise ValueError(f"Rollout {self.rollout}: sampled tokens need both logprobs and policy_versions; give both or neither.")
         sampled = logprobs is not None
         if sampled:
-            logprobs = np.asarray([math.nan if x is None else x for x in logprobs], dtype=np.float32)
+            logprobs = np.asarray(logprobs, dtype=np.float32)          # None becomes NaN
             policy_versions = np.asarray(policy_versions, dtype=np.int32).reshape(-1)
             if not len(logprobs) == len(policy_versions) == n:
                 raise ValueError(
@@ -201,7 +201,7 @@ def render_delta(tokenizer, observation: str | list[dict], sampled_ids, tools: l
 
 def answer_text(tokenizer, completion) -> str:
     """The sampled ids as text, decoded as one piece, without the stop token or stop string that ended them."""
-    ids = [int(t) for t in completion.token_ids]
+    ids = np.asarray(completion.token_ids)                   # an array: the tokenizer checks a list element by element
     if completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str):
         ids = ids[:-1]
     text = tokenizer.decode(ids, skip_special_tokens=False)

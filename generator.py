@@ -248,6 +248,13 @@ class Group:
     dropped: Counter = field(default_factory=Counter)                # reason -> number of rollouts
     errors: list[str] = field(default_factory=list)                  # what went wrong, in words
 
+    def own(self) -> "Group":
+        """Itself, with arrays of its own: those that came from another process lie in Ray's object store, which they would fill."""
+        for segment in (s for segments in self.rollouts for s in segments):
+            for name in ("token_ids", "response_mask", "behaviour_logprobs", "policy_versions"):
+                setattr(segment, name, getattr(segment, name).copy())
+        return self
+
     @property
     def mean_reward(self) -> float:
         return sum(segments[0].reward for segments in self.rollouts) / len(self.rollouts)

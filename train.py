@@ -265,7 +265,7 @@ class Parts:
             worker, engine = self.workers[place % len(self.workers)], self.engines[place % len(self.engines)]
             call = worker.run_groups.remote(prompts, engine, samples, temperature, seed, name)
             try:
-                return await call
+                return [group.own() for group in await call]
             except asyncio.CancelledError:
                 ray.cancel(call)
                 raise
