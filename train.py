@@ -232,7 +232,10 @@ class Parts:
             worker, engine = self.workers[n % len(self.workers)], self.engines[n % len(self.engines)]
             call = worker.run_groups.remote([(n, prompt)], engine, self.gen.group_size, self.gen.temperature, seed, "train")
             try:
-                return (await call)[0]
+                group = (await call)[0]
+                for note in group.notes:
+                    console.print(f"[yellow]{escape(note)}[/]", soft_wrap=True)
+                return group
             except asyncio.CancelledError:
                 ray.cancel(call)
                 raise
