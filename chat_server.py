@@ -766,8 +766,8 @@ class ChatServer:
             self.running = asyncio.create_task(self.listening.serve(sockets=[listener]))
 
     async def stop(self) -> None:
-        self.listening.should_exit = True
-        await self.running
+        self.listening.should_exit, running, self.running = True, self.running, None
+        await running
 
     def open(self, generate: Callable, budget: Budget, temperature: float, rollout: int = 0, group: int = 0) -> Session:
         session = Session(self, generate, budget, temperature, rollout, group)

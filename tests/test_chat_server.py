@@ -709,3 +709,403 @@ async def test_the_port_is_on_the_loopback_only():
     assert server.url.startswith("http://127.0.0.1:")
     assert [s.getsockname()[0] for listener in server.listening.servers for s in listener.sockets] == ["127.0.0.1"]
     await server.stop()
+
+
+# ---------------------------------------------------------------------------------------------------- whatever clients do
+class Dice:
+    """An engine that answers by a seeded die, fails when told to, and writes down every prompt and what it sampled for it."""
+
+    TEXTS = ["hello", "plan", "<think>plan</think>hello", CALL, "hello" + CALL, CALL[:25], "", "😀", "\n he", CALL + CALL]
+
+    def __init__(self, seed: int):
+        self.random, self.log, self.fail, self.late = random.Random(seed), [], False, 0
+
+    async def __call__(self, token_ids, max_tokens, stop, turn):
+        for _ in range(self.random.randrange(4)):          # answers end in any order
+            await asyncio.sleep(0)
+        if self.fail:
+            self.fail = False
+            raise OSError("engine")
+        ids = TOKENIZER.encode(self.random.choice(self.TEXTS), add_special_tokens=False) + [1]
+        if self.random.random() < 0.3:                     # he + llo, where the encoder would write hello
+            ids = [6, 7] + ids
+        finish = "stop" if len(ids) <= max_tokens else "length"
+        ids, n = ids[:max_tokens], len(self.log) + 1
+        self.log.append((token_ids.tolist(), ids, [-n - k / 1024 for k in range(len(ids))], [n] * len(ids)))
+        return Answer(*self.log[-1][1:], finish)
+
+
+def runs(trajectory) -> list[tuple]:
+    """(ids before, sampled ids, logprobs, versions) of each unbroken sampled stretch; whatever is not sampled has logprob 0 and version -1."""
+    mask, found = trajectory.response_mask.tolist(), []
+    assert not trajectory.behaviour_logprobs[~trajectory.response_mask].any() and (trajectory.policy_versions[~trajectory.response_mask] == -1).all()
+    edges = [i for i in range(1, len(mask) + 1) if i == len(mask) or mask[i] != mask[i - 1]]
+    for start, end in zip(edges, edges[1:]):
+        if mask[start]:
+            found.append(tuple(x.tolist() for x in (trajectory.token_ids[:start], trajectory.token_ids[start:end], trajectory.behaviour_logprobs[start:end], trajectory.policy_versions[start:end])))
+    return found
+
+
+MOVES = ["say", "say", "say", "retry", "fork", "edit", "compact", "tool", "sub-agent", "fail", "at once", "change tools", "stream"]
+
+
+class Client:
+    """A conversation kept by its SDK's own habits on one wire."""
+
+    def __init__(self, wire: str, messages: list, tools: bool):
+        self.wire, self.messages, self.tools = wire, messages, tools
+
+    def copy(self, messages: list) -> "Client":
+        return Client(self.wire, messages, self.tools)
+
+    async def ask(self, table: Table, **fields):
+        path, body, echo = WIRES[self.wire]
+        reply = await table.post(path, body(self.messages) | ({"tools": tools_for(self.wire)} if self.tools else {}) | fields)
+        if reply.code == 200 and not fields:
+            self.messages = self.messages + echo(reply.json)
+        return reply
+
+
+async def live(table: Table, dice: Dice, moves: list[tuple[str, int]]) -> None:
+    """Play moves; each number chooses among whatever there is to choose from."""
+    clients, retold = [Client("chat", [user("0")], False)], 0
+    for n, (move, number) in enumerate(moves, 1):
+        client, text = clients[number % len(clients)], user(["hello", "plan", "<|im_end|>", "😀"][number % 4] + str(n))
+        if move == "sub-agent":
+            clients.append(Client(list(WIRES)[number % 3], [{"role": "system", "content": "plan"}, text], number % 2 == 0))
+            client = clients[-1]
+        elif move == "retry":
+            before, messages, count = client.messages, client.messages, len(dice.log)
+            first = await client.ask(table)
+            client.messages, sampled = messages, len(dice.log)
+            again = await client.ask(table)
+            assert again.json == first.json and len(dice.log) == sampled and sampled - count <= 1
+            continue
+        elif move == "fork":
+            client = client.copy(client.messages[: 1 + number % len(client.messages)] + [text])
+            clients.append(client)
+        elif move == "edit":
+            client.messages = client.messages + [{"role": "assistant", "content": "edited"}, text]
+        elif move == "compact":
+            client.messages = client.messages[:1] + [text]
+        elif move == "tool":
+            client.messages = client.messages + [tool_result(client.wire, "hello", str(number))]
+        elif move == "change tools":
+            client.tools = not client.tools
+        else:
+            client.messages = client.messages + [text]
+        dice.fail = move == "fail"
+        if move == "at once":
+            others = [client.copy(client.messages + [user(f"{n}.{k}")]) for k in range(3)]
+            await asyncio.gather(client.ask(table), client.copy(client.messages).ask(table), *[c.ask(table) for c in others])
+            clients += others[:1]
+        reply = await client.ask(table, **{"stream": True} if move == "stream" else {})
+        assert reply.code in (200, 400, 500) and (reply.code != 500 or "OSError" in reply.text)
+        if reply.code == 500:
+            assert (await client.ask(table)).code == 200
+        dice.fail = False
+
+
+@pytest.mark.parametrize("context", [90, 100_000])
+@pytest.mark.parametrize("parsers", [{}, {"tool_parser": "hermes", "reasoning_parser": "deepseek_r1"}], ids=["plain", "parsers"])
+@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10**6), moves=st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 59)), min_size=1, max_size=14))
+def test_whatever_clients_do_every_sampled_token_is_trained_once_behind_the_prompt_it_was_sampled_for(served, context, parsers, seed, moves):
+    """Oracle: the engine's own log. The sampled stretches of all segments, each with all ids before it, its logprobs and versions,
+    are the engine's (prompt, ids, logprobs, versions), each once; in order of the first request."""
+    dice = Dice(seed)
+    table = Table.__new__(Table)
+    table.server = served(**parsers)
+    table.engine, table.session = dice, table.server.open(dice, Budget(context), 1.0)
+    asyncio.run(live(table, dice, moves))
+    segments = table.server.close(table.session)
+    assert sorted(run for segment in segments for run in runs(segment)) == sorted(dice.log)
+    assert not table.server.sessions
+
+
+@pytest.fixture(scope="module")
+def served():
+    return functools.cache(lambda **parsers: ChatServer(TOKENIZER, "toy", **parsers))
+
+
+NAMES = sorted({n for f in (chat_server.CHAT_FIELDS, chat_server.MESSAGES_FIELDS, chat_server.RESPONSES_FIELDS) for n in (*f.read, *f.harmless, *f.hints, *f.neutral)} | {
+    "role", "content", "type", "text", "name", "id", "arguments", "function", "tool_calls", "tool_call_id", "tool_use_id", "call_id", "output", "thinking", "summary", "format",
+    "input_schema", "parameters", "description", "reasoning_content", "seed", "", "x"})
+ATOMS = st.none() | st.booleans() | st.integers(-3, 10**12) | st.floats(allow_nan=False) | st.sampled_from(
+    ["user", "assistant", "system", "tool", "developer", "text", "tool_use", "tool_result", "function", "function_call", "function_call_output", "message", "reasoning", "thinking",
+     "redacted_thinking", "image_url", "auto", "none", "{}", "{", "hello", "<|im_end|>", "\ue0000\ue001", "\ue002", "\ud800", "", "ephemeral"]) | st.text(max_size=5)
+TEXTS = ["hello", "<|im_end|>", "\ue0000\ue001", "\ue002", "", "{", "{}", "a" * 300, "😀"]
+JSON = st.recursive(ATOMS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=5), max_leaves=12)
+GOOD = {
+    "chat/completions": {"model": "m", "messages": [{"role": "system", "content": "x"}, user(), {"role": "assistant", "content": "hello", "tool_calls": [
+        {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}]}, {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "a"}]}], "tools": TOOLS},
+    "messages": CASES and TOY["anthropic_request"]["request"] | {"tools": tools_for("messages")},
+    "responses": {"model": "m", "input": [user(), {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+                                          {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}, {"type": "function_call_output", "call_id": "c", "output": "hello"}], "tools": tools_for("responses")},
+}
+GOOD["messages/count_tokens"] = GOOD["messages"]
+
+
+def places(value, at=()) -> list[tuple]:
+    """Paths of everything inside a JSON value."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [at] + [place for key, part in inside for place in places(part, (*at, key))]
+
+
+def planted(value, at: tuple, new):
+    """A copy of `value` with `new` at a place."""
+    if not at:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[at[0]] = planted(value[at[0]], at[1:], new)
+    return copy
+
+
+def found(value, at: tuple):
+    return found(value[at[0]], at[1:]) if at else value
+
+
+@st.composite
+def bodies(draw):
+    """A good request with one to three things replaced or added; half of what is replaced stays of its kind. Or any JSON at all."""
+    path = draw(st.sampled_from(list(GOOD)))
+    if draw(st.integers(0, 9)) == 0:
+        return path, draw(JSON)
+    body = GOOD[path]
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.sampled_from(places(body)[1:] or [()]))
+        alike = [n for n in TEXTS if isinstance(found(body, at), str) and at[-1] not in ("role", "type")]
+        body = planted(body, at, draw(st.sampled_from(alike) if alike and draw(st.booleans()) else JSON))
+        if isinstance(body, dict) and draw(st.integers(0, 3)) == 0:
+            body = body | {draw(st.sampled_from(NAMES)): draw(JSON)}
+        if draw(st.booleans()):
+            break
+    return path, body
+
+
+def fuzz(examples: int) -> None:
+    server, codes = ChatServer(TOKENIZER, "toy", tool_parser="hermes", reasoning_parser="deepseek_r1"), {}
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(bodies(), min_size=10, max_size=10), st.integers(0, 10**6))
+    def ten(requests, seed):
+        async def send():
+            session = server.open(dice, Budget(2000), 1.0)
+            for path, body in requests:
+                reply = await call(server.app, "POST", f"/s/{session.id}/v1/{path}", body, session.key)
+                assert reply.code in (200, 400), (reply.code, reply.text)
+                assert reply.code == 200 or reply.json["error"]["type"] == "invalid_request_error"
+                codes[reply.code] = codes.get(reply.code, 0) + 1
+            return server.close(session)
+
+        dice = Dice(seed)
+        assert sorted(run for segment in asyncio.run(send()) for run in runs(segment)) == sorted(dice.log)
+
+    ten()
+    assert not server.sessions and min(codes.get(200, 0), codes.get(400, 0)) >= examples, codes      # at least a tenth each: both ways are tried
+    assert sum(codes.values()) >= 10 * examples
+
+
+def test_no_request_body_crashes_a_wire():
+    """1,000 requests on all wires: 200 or 400, never a 5xx, nothing left open, and what was sampled is trained once all the same."""
+    fuzz(100)
+
+
+@pytest.mark.long
+def test_no_request_body_crashes_a_wire_10_000_times():
+    fuzz(1000)
+
+
+# ---------------------------------------------------------------------------------------------------- the SDKs themselves, over a socket
+def openai_turn(client, session, messages, stream: bool, **fields):
+    """-> (text, calls as (id, name, arguments), how it ended, tokens, what to send back)."""
+    asked = {"model": "m", "messages": messages, "tools": TOOLS} | fields
+    if stream:
+        with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as events:
+            for _ in events:
+                pass
+            done = events.current_completion_snapshot      # get_final_completion raises for an answer that was cut
+    else:
+        done = client.chat.completions.create(**asked)
+    m = done.choices[0].message
+    calls = [(c.id, c.function.name, json.loads(c.function.arguments)) for c in m.tool_calls or ()]
+    return m.content or "", calls, done.choices[0].finish_reason, (done.usage.prompt_tokens, done.usage.completion_tokens), [m]
+
+
+def responses_turn(client, session, messages, stream: bool, **fields):
+    asked = {"model": "m", "input": messages, "tools": tools_for("responses")} | fields
+    if stream:
+        with client.responses.stream(**asked) as events:
+            for event in events:
+                pass
+            done = event.response                          # of response.completed or response.incomplete; get_final_response knows the first only
+    else:
+        done = client.responses.create(**asked)
+    calls = [(i.call_id, i.name, json.loads(i.arguments)) for i in done.output if i.type == "function_call"]
+    ended = {"completed": "tool_calls" if calls else "stop", "incomplete": "length"}[done.status]
+    return done.output_text, calls, ended, (done.usage.input_tokens, done.usage.output_tokens), list(done.output)
+
+
+def anthropic_turn(client, session, messages, stream: bool, **fields):
+    asked = {"model": "m", "max_tokens": 900, "messages": messages, "tools": tools_for("messages")} | fields
+    if stream:
+        with client.messages.stream(**asked) as events:
+            text = "".join(events.text_stream)
+            done = events.get_final_message()
+        assert text == "".join(b.text for b in done.content if b.type == "text")
+    else:
+        done = client.messages.create(**asked)
+    calls = [(b.id, b.name, b.input) for b in done.content if b.type == "tool_use"]
+    ended = {"end_turn": "stop", "max_tokens": "length", "tool_use": "tool_calls"}[done.stop_reason]
+    return "".join(b.text for b in done.content if b.type == "text"), calls, ended, (done.usage.input_tokens, done.usage.output_tokens), [{"role": "assistant", "content": done.content}]
+
+
+def connect(wire: str, session, key: str | None = None, **options):
+    import anthropic
+    import openai
+
+    key = session.key if key is None else key
+    return anthropic.Anthropic(base_url=session.session_url, api_key=key, **options) if wire == "messages" else openai.OpenAI(base_url=session.base_url, api_key=key, **options)
+
+
+TURNS = {"chat": openai_turn, "messages": anthropic_turn, "responses": responses_turn}
+
+
+@wires
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@scenario
+async def test_a_stock_client_talks_calls_a_tool_and_is_cut_in_one_segment(wire, stream, hermes):
+    """A synchronous SDK client in a thread, as an agent would use it. Its own types assemble the same text, calls, ends and counts,
+    whole or streamed; what it sends back goes on from the sampled ids; a failed generation is retried by the SDK unseen."""
+    long = "plan " * 60
+    script = [words(long), OSError("engine"), words("hello" + CALL), words("he", (), finish="length")]
+    await hermes.start()
+    table = seated(hermes, *script)
+
+    def agent() -> list:
+        client, messages, told = connect(wire, table.session), [user()], []
+        with client:
+            for _ in range(3):
+                text, calls, ended, tokens, back = TURNS[wire](client, table.session, messages, stream)
+                told.append((text, [c[1:] for c in calls], ended, tokens))
+                messages = messages + back + ([tool_result(wire, "hello", calls[0][0])] if calls else [user()])
+        return told
+
+    told = await asyncio.to_thread(agent)
+    [segment] = hermes.close(table.session)
+    prompts, sampled = [p for i, p in enumerate(table.engine.prompts) if i != 1], [a for a in script if not isinstance(a, OSError)]
+    counts = [(len(p), len(a.token_ids)) for p, a in zip(prompts, sampled)]
+    assert told == [(long, [], "stop", counts[0]), ("hello", [("look", {"city": "Paris"})], "tool_calls", counts[1]), ("he", [], "length", counts[2])]
+    assert [(ids, new) for ids, new, _, _ in runs(segment)] == [(p, a.token_ids) for p, a in zip(prompts, sampled)]
+    assert segment.truncated
+    await hermes.stop()
+
+
+@scenario
+async def test_asynchronous_clients_list_models_count_tokens_and_raise_their_own_errors():
+    """Each refusal is the SDK's exception for its status; errors of the wrong shape would be bare APIStatusErrors without a message."""
+    import anthropic
+    import openai
+
+    table = Table(answer(6, 7, 1), answer(8, 1))
+    await table.server.start()
+    table.session = table.server.open(table.engine, Budget(1000), 1.0)
+    o = openai.AsyncOpenAI(base_url=table.session.base_url, api_key=table.session.key)
+    a = anthropic.AsyncAnthropic(base_url=table.session.session_url, api_key=table.session.key)
+    assert [m.id async for m in await o.models.list()] == ["toy"]
+    assert (await a.messages.count_tokens(model="m", messages=[user()])).input_tokens == 9
+    assert (await o.chat.completions.create(model="m", messages=[user()])).choices[0].message.content == "hello"
+    deltas = [d async for d in await o.chat.completions.create(model="m", messages=[user()], stream=True)]
+    assert "".join(d.choices[0].delta.content or "" for d in deltas) == "hello"
+    async with a.messages.stream(model="m", max_tokens=5, messages=[user(), {"role": "assistant", "content": "hello"}, user()]) as stream:
+        assert (await stream.get_final_text()) == "hello"
+    for sdk, ask in ((openai, lambda **f: o.chat.completions.create(model="m", messages=[user()], **f)), (anthropic, lambda **f: a.messages.create(model="m", max_tokens=5, messages=[user()], **f))):
+        with pytest.raises(sdk.BadRequestError, match="tool_choice"):
+            await ask(tools=TOOLS if sdk is openai else tools_for("messages"), tool_choice="required" if sdk is openai else {"type": "any"})
+    with pytest.raises(openai.AuthenticationError, match="ctx.api_key"):
+        await o.with_options(api_key="sk-x").models.list()
+    with pytest.raises(anthropic.AuthenticationError, match="ctx.api_key"):
+        await a.with_options(api_key="sk-x").messages.count_tokens(model="m", messages=[user()])
+    assert table.close() == [toy_segment("drift")]
+    with pytest.raises(anthropic.NotFoundError, match="rollout is over"):
+        await a.messages.create(model="m", max_tokens=5, messages=[user()])
+    await o.close(), await a.close()
+    await table.server.stop()
+
+
+# ---------------------------------------------------------------------------------------------------- rollouts on the real engine
+ENV = """
+from agent import Env, Result
+
+class AgentRunner(Env):
+    async def step(self, action):
+        self.said = [*self.__dict__.get("said", []), action]
+        return Result(reward=float(len(self.said) == 3), observation="and " + str(len(self.said)), terminated=len(self.said) == 3, info={"said": self.said})
+"""
+CHATTER = """
+import asyncio
+import openai
+from agent import ChatAgent, Result
+
+class AgentRunner(ChatAgent):
+    async def run(self, ctx):
+        kind, messages, said = ctx.prompt.get("kind"), list(ctx.messages), []
+        if kind == "raises": raise KeyError("broken tool")
+        if kind == "hangs": await asyncio.sleep(600)
+        if kind == "silent": return Result(reward=1.0)
+        if kind == "nothing": return 3
+        if kind == "exits": raise SystemExit(1)
+        if kind == "cancels": raise asyncio.CancelledError
+        with openai.OpenAI(base_url=ctx.base_url, api_key=ctx.api_key) as client:      # synchronous on purpose: it blocks every agent of the worker
+            for turn in range(3):
+                reply = client.chat.completions.create(model=ctx.model, messages=messages, temperature=ctx.temperature)
+                said.append(reply.choices[0].message.content)
+                messages += [reply.choices[0].message, {"role": "user", "content": f"and {turn + 1}"}]
+                if kind == "long": break
+        return Result(reward=None if kind == "unscored" else 1.0, info={"said": said})
+"""
+
+
+def worker_of(cfg, tmp_path, name: str, source: str, **changes):
+    from dataclasses import replace
+
+    from generator import AgentWorker
+
+    (tmp_path / f"{name}.py").write_text(source)
+    return AgentWorker.options(num_cpus=0).remote(cfg.model, replace(cfg.generator, agent=str(tmp_path / f"{name}.py"), **changes))
+
+
+def test_an_env_and_a_chat_agent_of_the_same_task_train_the_same_tokens(stack, loop, tmp_path):
+    """Three turns, 2 prompts x 2 rollouts, the same seeds: ids, masks, versions and text are equal, logprobs to 1e-5 (they were batched
+    differently), though one side goes through a blocking SDK, a socket and the template's messages."""
+    import ray
+
+    cfg, parts = stack
+    prompts = [(i, {"prompt": text}) for i, text in enumerate(("12+34", "7+5"))]
+    groups = []
+    for name, source in (("env", ENV), ("chatter", CHATTER)):
+        worker = worker_of(cfg, tmp_path, name, source)
+        groups.append(ray.get(worker.run_groups.remote(prompts, parts.engines[0], 2, 0.7, 11, name)))
+        ray.kill(worker)
+    rollouts = [[segments for group in side for segments in group.rollouts] for side in groups]
+    assert [len(side) for side in rollouts] == [4, 4] and all(len(segments) == 1 for side in rollouts for segments in side)
+    for [a], [b] in zip(*rollouts):
+        assert ids_and_mask(a) == ids_and_mask(b) and sum(np.diff(a.response_mask.astype(int)) == 1) == 3
+        assert (a.policy_versions.tolist(), a.info, a.reward, a.rollout, a.group, a.truncated) == (b.policy_versions.tolist(), b.info, b.reward, b.rollout, b.group, b.truncated)
+        np.testing.assert_allclose(a.behaviour_logprobs, b.behaviour_logprobs, atol=1e-5)
+
+
+def test_b14_every_kind_of_failing_chat_agent_is_dropped_and_counted_like_an_env(stack, loop, tmp_path):
+    """Raises, hangs, samples nothing, has no room, is unscored, returns a number, exits, cancels itself; the others stay."""
+    import ray
+
+    cfg, parts = stack
+    worker = worker_of(cfg, tmp_path, "unruly_chatter", CHATTER, rollout_timeout=15.0)
+    kinds = ["fine", "raises", "hangs", "silent", "long", "unscored", "nothing", "exits", "cancels"]
+    prompts = [(i, {"prompt": "1+1" if kind != "long" else "x" * 500, "kind": kind}) for i, kind in enumerate(kinds)]
+    groups = dict(zip(kinds, ray.get(worker.run_groups.remote(prompts, parts.engines[0], 2, 1.0, 0, "unruly_chatter"))))
+    assert {k: dict(g.dropped) for k, g in groups.items()} == {
+        "fine": {}, "raises": {"error_KeyError": 2}, "hangs": {"timeout": 2}, "silent": {"empty": 2}, "long": {"prompt_too_long": 2}, "unscored": {"unscored": 2},
+        "nothing": {"error_TypeError": 2}, "exits": {"error_RuntimeError": 2}, "cancels": {"error_RuntimeError": 2}}
+    assert "rollout 2 of prompt 1: KeyError: 'broken tool'" in groups["raises"].errors
+    ray.kill(worker)
