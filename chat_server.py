@@ -39,7 +39,7 @@ from openai.types.chat import chat_completion, chat_completion_chunk
 from openai.types.responses import response_reasoning_item, response_usage
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -392,14 +392,17 @@ def responses_messages(items: list[dict]) -> list[dict]:
 
 
 # ---------------------------------------------------------------------------------------------------- sessions and segments
-def digest(before: bytes, part: Any) -> bytes:
-    """A 16-byte name of everything up to and with `part`."""
-    return hashlib.blake2b(before + json.dumps(part, sort_keys=True, ensure_ascii=False).encode(), digest_size=16).digest()
+canonical = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
+
+
+def name_of(part: Any, before: bytes = b"") -> bytes:
+    """16 bytes that stand for `part`, and for what came before it."""
+    return hashlib.blake2b(before + canonical(part).encode(), digest_size=16).digest()
 
 
 def name_after(before: bytes, message: dict) -> bytes:
     """Name of a conversation with one message more. Reasoning is no part of it: wires and clients often leave it out."""
-    return digest(before, {k: v for k, v in message.items() if k != "reasoning_content"})
+    return name_of({k: v for k, v in message.items() if k != "reasoning_content"}, before)
 
 
 @dataclass(frozen=True)
@@ -430,13 +433,13 @@ class Session:
 
     def ready(self, part: Any) -> Any:
         """`part` with its control tokens marked as text; old parts are not gone through again, nor kept twice."""
-        name = digest(b"", part)
+        name = name_of(part)
         if name not in self.escaped:
             self.escaped[name] = escape(part, self.server.reserved)
         return self.escaped[name]
 
     def conversation(self, chat: Chat) -> Conversation:
-        names = [digest(b"", chat.tools)]
+        names = [name_of(chat.tools)]
         for m in chat.messages:
             names.append(name_after(names[-1], m))
         return Conversation([self.ready(m) for m in chat.messages], self.ready(chat.tools) or None, names)
@@ -465,7 +468,7 @@ class Session:
         """The answer to a request. Raises Refused: too many at once, the template's refusal, a failed generation, a closed session."""
         self.server.note_hints(chat, self.temperature)
         talk = self.conversation(chat)
-        name = digest(talk.names[-1], [[m.get("reasoning_content") for m in chat.messages], chat.max_tokens, chat.stop, chat.call_tools])
+        name = name_of([[m.get("reasoning_content") for m in chat.messages], chat.max_tokens, chat.stop, chat.call_tools], talk.names[-1])
         task = self.answers.get(name)
         if task is None or task.done() and (task.cancelled() or task.exception()):       # a failed one may be tried again
             if sum(not t.done() for t in self.answers.values()) >= MAX_IN_FLIGHT:
@@ -718,12 +721,14 @@ def load_parser(tokenizer, tool_parser: str | None, reasoning_parser: str | None
 
 async def read_json(request: Request) -> dict:
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY:
-            raise Refused(413, f"The request has more than {MAX_BODY} bytes. Send less.")
     try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY:
+                raise Refused(413, f"The request has more than {MAX_BODY} bytes. Send less.")
         value = json.loads(body, parse_constant=strict)
+    except ClientDisconnect:
+        raise Refused(400, "The client hung up before its request was whole.") from None
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"The body is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -760,7 +765,9 @@ class ChatServer:
     async def start(self) -> None:
         """Listen, once. Nothing outside this machine can reach it."""
         if self.running is None:
-            listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+            listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)   # named, or asyncio leaves Nagle on: 40 ms a request
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(2048)                          # from here on clients can connect, if only to wait for the task below
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             self.listening = uvicorn.Server(uvicorn.Config(self.app, log_level="error", access_log=False, lifespan="off", timeout_keep_alive=600, timeout_graceful_shutdown=1))
             self.running = asyncio.create_task(self.listening.serve(sockets=[listener]))
