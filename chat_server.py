@@ -195,7 +195,7 @@ def text_of(content: Any, where: str) -> str:
     for i, part in enumerate(records({where: content}, where, MAX_MESSAGES)):
         kind = part.get("type")
         if not isinstance(kind, str) or kind not in TEXT_PARTS:
-            raise Refused(400, f"{where}[{i}]: a part of type {kind!r:.100} cannot be honoured: policies here read text only, no images, audio or files.", f"{where}[{i}]")
+            raise Refused(400, f"{where}[{i}]: a part of type {kind!r:.100} cannot be honoured. Policies here read text, no images, audio or files.", f"{where}[{i}]")
         texts.append(get(part, TEXT_PARTS[kind], str, ..., f"{where}[{i}]."))
     return "\n".join(texts)
 
@@ -303,7 +303,8 @@ def anthropic_chat(body: dict, max_tokens: int | None) -> Chat:
     if messages and messages[-1]["role"] == "assistant":
         raise Refused(400, "messages: the last one is the assistant's. A prefilled answer cannot be honoured: every token of an answer is sampled.", "messages")
     tools, call_tools = tools_of(body, "input_schema")
-    return Chat(get(body, "model", str, ...), messages, tools, call_tools, max_tokens, stops_of(body, "stop_sequences"), get(body, "stream", bool, False), True, hints)
+    return Chat(get(body, "model", str, ...), messages, tools, call_tools, max_tokens, stops_of(body, "stop_sequences"),
+                get(body, "stream", bool, False), True, hints)
 
 
 def system_message(system: Any) -> list[dict]:
@@ -386,7 +387,8 @@ def responses_messages(items: list[dict]) -> list[dict]:
             end()
             messages.append(chat_message(item, at))
         else:
-            raise Refused(400, f"{at}type {kind!r:.100} (role {item.get('role')!r:.100}) cannot be honoured: want messages, function calls, their outputs or reasoning.", f"{at}type")
+            raise Refused(400, f"{at}type {kind!r:.100} (role {item.get('role')!r:.100}) cannot be honoured: want messages, function calls, "
+                               "their outputs or reasoning.", f"{at}type")
     end()
     return messages
 
@@ -466,6 +468,8 @@ class Session:
 
     async def answer(self, chat: Chat) -> Answer:
         """The answer to a request. Raises Refused: too many at once, the template's refusal, a failed generation, a closed session."""
+        if self.closed:                                    # while its body was read
+            raise Refused(404, "This session was closed before the answer was sampled: its rollout is over.")
         self.server.note_hints(chat, self.temperature)
         talk = self.conversation(chat)
         name = name_of([[m.get("reasoning_content") for m in chat.messages], chat.max_tokens, chat.stop, chat.call_tools], talk.names[-1])
@@ -538,7 +542,8 @@ def sse(*events: Any, named: bool = True) -> str:
 
 
 def chat_usage(answer: Answer) -> openai_types.CompletionUsage:
-    return openai_types.CompletionUsage(prompt_tokens=answer.prompt_tokens, completion_tokens=answer.sampled_tokens, total_tokens=answer.prompt_tokens + answer.sampled_tokens)
+    asked, given = answer.prompt_tokens, answer.sampled_tokens
+    return openai_types.CompletionUsage(prompt_tokens=asked, completion_tokens=given, total_tokens=asked + given)
 
 
 def write_chat(chat: Chat, answer: Answer) -> openai_chat.ChatCompletion:
@@ -547,7 +552,8 @@ def write_chat(chat: Chat, answer: Answer) -> openai_chat.ChatCompletion:
     message |= {"tool_calls": calls} if calls else {}
     message |= {"reasoning_content": answer.reasoning} if answer.reasoning else {}
     choice = chat_completion.Choice(index=0, finish_reason=answer.finish, logprobs=None, message=openai_chat.ChatCompletionMessage(**message))
-    return openai_chat.ChatCompletion(id=f"chatcmpl-{answer.id}", object="chat.completion", created=answer.created, model=chat.model, choices=[choice], usage=chat_usage(answer))
+    return openai_chat.ChatCompletion(
+        id=f"chatcmpl-{answer.id}", object="chat.completion", created=answer.created, model=chat.model, choices=[choice], usage=chat_usage(answer))
 
 
 def stream_chat(chat: Chat, answer: Answer) -> str:
@@ -585,7 +591,8 @@ def write_message(chat: Chat, answer: Answer) -> Message:
 def stream_message(chat: Chat, answer: Answer) -> str:
     """message_start, each block's start, deltas and stop, message_delta with the stop reason and usage, message_stop."""
     whole = write_message(chat, answer)
-    start = whole.model_copy(update={"content": [], "stop_reason": None, "stop_sequence": None, "usage": AnthropicUsage(input_tokens=answer.prompt_tokens, output_tokens=0)})
+    usage = AnthropicUsage(input_tokens=answer.prompt_tokens, output_tokens=0)
+    start = whole.model_copy(update={"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage})
     events: list = [RawMessageStartEvent(type="message_start", message=start)]
     for i, block in enumerate(whole.content):
         if block.type == "text":
@@ -598,7 +605,8 @@ def stream_message(chat: Chat, answer: Answer) -> str:
         events.append(RawContentBlockStartEvent(type="content_block_start", index=i, content_block=block.model_copy(update=empty)))
         events += [RawContentBlockDeltaEvent(type="content_block_delta", index=i, delta=delta) for delta in deltas]
         events.append(RawContentBlockStopEvent(type="content_block_stop", index=i))
-    events.append(RawMessageDeltaEvent(type="message_delta", delta={"stop_reason": whole.stop_reason, "stop_sequence": whole.stop_sequence}, usage={"output_tokens": answer.sampled_tokens}))
+    delta = {"stop_reason": whole.stop_reason, "stop_sequence": whole.stop_sequence}
+    events.append(RawMessageDeltaEvent(type="message_delta", delta=delta, usage={"output_tokens": answer.sampled_tokens}))
     return sse(*events, RawMessageStopEvent(type="message_stop"))
 
 
@@ -611,7 +619,8 @@ def output_items(answer: Answer, done: str) -> list:
         text = openai_responses.ResponseOutputText(type="output_text", text=answer.text, annotations=[], logprobs=[])
         items.append(openai_responses.ResponseOutputMessage(type="message", id=f"msg_{answer.id}", role="assistant", content=[text], status=done))
     for i, c in enumerate(answer.calls):
-        items.append(openai_responses.ResponseFunctionToolCall(type="function_call", id=f"fc_{answer.id}{i}", call_id=c.id, name=c.name, arguments=c.arguments, status="completed"))
+        items.append(openai_responses.ResponseFunctionToolCall(
+            type="function_call", id=f"fc_{answer.id}{i}", call_id=c.id, name=c.name, arguments=c.arguments, status="completed"))
     return items
 
 
@@ -624,7 +633,8 @@ def write_response(chat: Chat, answer: Answer) -> openai_responses.Response:
     return openai_responses.Response(
         id=f"resp_{answer.id}", object="response", created_at=answer.created, model=chat.model, error=None, instructions=None, metadata={},
         status="incomplete" if cut else "completed", incomplete_details={"reason": "max_output_tokens"} if cut else None,
-        output=output_items(answer, "incomplete" if cut else "completed"), parallel_tool_calls=True, tool_choice="auto" if chat.call_tools else "none", tools=tools, usage=usage)
+        output=output_items(answer, "incomplete" if cut else "completed"), parallel_tool_calls=True,
+        tool_choice="auto" if chat.call_tools else "none", tools=tools, usage=usage)
 
 
 def item_events(item: Any, index: int) -> Iterator[tuple[type, dict]]:
@@ -633,7 +643,8 @@ def item_events(item: Any, index: int) -> Iterator[tuple[type, dict]]:
     if item.type == "function_call":
         for piece in pieces(item.arguments):
             yield openai_responses.ResponseFunctionCallArgumentsDeltaEvent, at | {"type": "response.function_call_arguments.delta", "delta": piece}
-        yield openai_responses.ResponseFunctionCallArgumentsDoneEvent, at | {"type": "response.function_call_arguments.done", "arguments": item.arguments, "name": item.name}
+        done = {"type": "response.function_call_arguments.done", "arguments": item.arguments, "name": item.name}
+        yield openai_responses.ResponseFunctionCallArgumentsDoneEvent, at | done
         return
     at |= {"content_index": 0}
     part, kind = item.content[0], "reasoning_text" if item.type == "reasoning" else "output_text"
@@ -694,9 +705,9 @@ def check_parsers(tool_parser: str | None, reasoning_parser: str | None) -> None
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
-    for flag, name, known in (("--tool-parser", tool_parser, ToolParserManager.list_registered()), ("--reasoning-parser", reasoning_parser, ReasoningParserManager.list_registered())):
-        if name is not None and name not in known:
-            raise ValueError(f"{flag} {name}: vLLM has no such parser. It has {', '.join(known)}.")
+    for flag, name, known in (("--tool-parser", tool_parser, ToolParserManager), ("--reasoning-parser", reasoning_parser, ReasoningParserManager)):
+        if name is not None and name not in known.list_registered():
+            raise ValueError(f"{flag} {name}: vLLM has no such parser. It has {', '.join(known.list_registered())}.")
 
 
 def load_parser(tokenizer, tool_parser: str | None, reasoning_parser: str | None):
@@ -769,7 +780,8 @@ class ChatServer:
             listener.bind(("127.0.0.1", 0))
             listener.listen(2048)                          # from here on clients can connect, if only to wait for the task below
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            self.listening = uvicorn.Server(uvicorn.Config(self.app, log_level="error", access_log=False, lifespan="off", timeout_keep_alive=600, timeout_graceful_shutdown=1))
+            self.listening = uvicorn.Server(uvicorn.Config(
+                self.app, log_level="error", access_log=False, lifespan="off", timeout_keep_alive=600, timeout_graceful_shutdown=1))
             self.running = asyncio.create_task(self.listening.serve(sockets=[listener]))
 
     async def stop(self) -> None:
@@ -794,10 +806,10 @@ class ChatServer:
             self.notes.append(text)
 
     def note_hints(self, chat: Chat, temperature: float) -> None:
-        agreed = {"temperature": temperature, "top_p": 1, "parallel_tool_calls": True, "thinking": {"type": "disabled"}, "output_config": {}, "context_management": {}}
+        agreed = {"temperature": temperature, "top_p": 1, "parallel_tool_calls": True, "thinking": {"type": "disabled"}}
         for name, value in chat.hints.items():
             if name not in agreed or value != agreed[name]:
-                self.note(name, f"a chat client asked for {name}={value!r:.100}; it is ignored: training samples at temperature {temperature}, top_p 1 and as the template has it")
+                self.note(name, f"a chat client asked for {name}={value!r:.100}; it is ignored: the run samples at temperature {temperature} and top_p 1")
         if chat.tools and "tools" not in str(self.tokenizer.chat_template):
             self.note("template", f"a chat client offers tools, but the chat template of {self.model} does not show them to the model")
         if chat.call_tools and self.tool_parser is None:
@@ -814,7 +826,8 @@ class ChatServer:
         text = answer_text(self.tokenizer, completion)
         reasoning, content, calls = self.parse(chat, text, completion.token_ids)
         finish = "length" if completion.finish_reason == "length" else "tool_calls" if calls else "stop"
-        return Answer(content, finish, prompt_tokens, len(completion.token_ids), reasoning, calls, completion.stop_reason if isinstance(completion.stop_reason, str) else None)
+        stop_string = completion.stop_reason if isinstance(completion.stop_reason, str) else None
+        return Answer(content, finish, prompt_tokens, len(completion.token_ids), reasoning, calls, stop_string)
 
     def parse(self, chat: Chat, text: str, token_ids) -> tuple[str | None, str, tuple[Call, ...]]:
         """(reasoning, text, calls). What a parser cannot read, and calls whose arguments are no JSON object, stay text."""

@@ -450,6 +450,20 @@ async def test_absent_reasoning_is_no_edit_and_another_text_is(echo, segments):
     assert sum(sum(mask) for _, mask in rows) == 7
 
 
+@pytest.mark.parametrize("newer, segments", [({"role": "tool", "content": "hello"}, 1), ({"role": "user", "content": "hello"}, 2)])
+@scenario
+async def test_reasoning_that_did_not_come_back_is_put_in_its_place_before_rendering(newer, segments):
+    """A template that writes reasoning_content until the next user message, and a client that drops it: behind a tool result the
+    render still starts with the sampled answer's; behind a user message the template itself has dropped it, as for a client that keeps it."""
+    writes = TEMPLATE.replace("{% else %}{{ m.content }}", "{% else %}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}")
+    for kept in ({}, {"reasoning_content": "plan"}):
+        table = Table(answer(9, 11, 10, 8, 1), answer(8, 1), tokenizer=toy_tokenizer(writes), reasoning_parser="deepseek_r1")
+        await table.say("chat", [user()])
+        await table.say("chat", [user(), {"role": "assistant", "content": "hello"} | kept, newer])
+        assert len(table.close()) == segments
+        assert table.engine.prompts[1][9:14] == ([9, 11, 10, 8, 1] if segments == 1 else [8, 1, 2, 0, 3])
+
+
 @wires
 @scenario
 async def test_an_edited_answer_starts_a_segment_rendered_from_what_the_client_sent(wire):
@@ -665,6 +679,9 @@ async def test_closing_cancels_what_is_in_flight_and_its_client_is_told():
     assert table.close() == [([], [])]
     reply = await waiting
     assert reply.code == 404 and "closed" in reply.json["error"]["message"] and all(t.cancelled() for t in table.session.answers.values())
+    with pytest.raises(Refused, match="closed"):           # its body was still being read when the session was closed
+        await table.session.answer(read_chat({"model": "m", "messages": [user("late")]}))
+    assert len(table.engine.prompts) == 1
 
 
 @scenario
@@ -1073,6 +1090,21 @@ def worker_of(cfg, tmp_path, name: str, source: str, **changes):
 
     (tmp_path / f"{name}.py").write_text(source)
     return AgentWorker.options(num_cpus=0).remote(cfg.model, replace(cfg.generator, agent=str(tmp_path / f"{name}.py"), **changes))
+
+
+def test_an_engine_that_is_gone_is_the_runs_matter_and_no_failure_of_the_agent(tmp_path):
+    """The agent's client would only see a 500, and retry; the rollout ends at once with EngineGone, its session with it."""
+    from conftest import TINY
+    from generator import AgentWorker, EngineGone, GeneratorConfig
+
+    async def remote(requests, sampling):
+        raise EngineGone("restarted")
+
+    (tmp_path / "chatter.py").write_text(CHATTER.replace("openai.OpenAI", "openai.AsyncOpenAI").replace("with openai", "async with openai").replace("= client.", "= await client."))
+    worker = AgentWorker.__ray_metadata__.modified_class(str(TINY), GeneratorConfig(agent=str(tmp_path / "chatter.py")))
+    with pytest.raises(EngineGone, match="restarted"):
+        asyncio.run(worker.run_groups([(0, {"prompt": "1+1"})], SimpleNamespace(generate=SimpleNamespace(remote=remote)), 1, 1.0, None, "gone"))
+    assert not worker.chat.sessions
 
 
 def test_an_env_and_a_chat_agent_of_the_same_task_train_the_same_tokens(stack, loop, tmp_path):
