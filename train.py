@@ -265,7 +265,10 @@ class Parts:
             worker, engine = self.workers[place % len(self.workers)], self.engines[place % len(self.engines)]
             call = worker.run_groups.remote(prompts, engine, samples, temperature, seed, name)
             try:
-                return [group.own() for group in await call]
+                groups = [group.own() for group in await call]
+                for note in (note for group in groups for note in group.notes):
+                    console.print(f"[yellow]{escape(note)}[/]", soft_wrap=True)
+                return groups
             except asyncio.CancelledError:
                 ray.cancel(call)
                 raise
