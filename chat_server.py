@@ -5,8 +5,9 @@ into one `Chat` and one `Answer` back into the SDK's own types; a session turns 
 
 A request *extends* a segment at a mark, which stands behind each sampled answer: the tools are the mark's, the messages
 start with the mark's, each equal in what a wire can carry back (role, text, call ids, names and parsed arguments), and the
-template's render of the longer list starts with that of the shorter. Its prompt is then the ids the engine saw up to the
-mark, the closing markup, and the new text; history is not tokenised again. Anything else is rendered whole: a new segment.
+template's render of the longer list starts with that of the shorter, or with what the engine saw and sampled up to there
+(some templates write the last answer in another way than those before it). Its prompt is then the ids the engine saw up
+to the mark, the closing markup, and the new text; history is not tokenised again. Anything else is rendered whole: a new segment.
 Where the segment has grown beyond the mark (a fork), the ids up to the mark are observed ones of a new segment.
 So each sampled token is trained once, and every prompt is a prefix of its segment.
 
@@ -67,6 +68,7 @@ class Chat:
     stream: bool
     include_usage: bool                # a streamed chat completion ends with its usage
     hints: dict[str, Any]              # what the client asked for that training does not allow to differ
+    metadata: dict                     # where it differs, an equal request is no retry but another sample
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Mark:
     length: int                        # ids of the segment up to here
     messages: list[dict]               # escaped; the last is the answer
     closing: str                       # markup that the answer still needs
+    seen: tuple[int, bytes]            # length and name of the text up to here: the prompt's, the sampled answer and its markup
 
 
 class Refused(Exception):
@@ -123,19 +126,19 @@ class Fields:
 
 
 CHAT_FIELDS = Fields(
-    read={"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options"},
-    harmless={"metadata", "user", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"},
+    read={"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options", "metadata"},
+    harmless={"user", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"},
     hints={"temperature", "top_p", "parallel_tool_calls", "reasoning_effort", "verbosity"},
     neutral={"n": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "logprobs": False, "top_logprobs": 0,
              "response_format": {"type": "text"}, "modalities": ["text"]})
 MESSAGES_FIELDS = Fields(
-    read={"model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream"},
-    harmless={"metadata", "service_tier", "cache_control"},
+    read={"model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "metadata"},
+    harmless={"service_tier", "cache_control"},
     hints={"temperature", "top_p", "thinking", "output_config", "context_management"},
     neutral={"mcp_servers": []})
 RESPONSES_FIELDS = Fields(
-    read={"model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "include", "text"},
-    harmless={"metadata", "user", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "stream_options"},
+    read={"model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "include", "text", "metadata"},
+    harmless={"user", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "stream_options"},
     hints={"temperature", "top_p", "parallel_tool_calls", "reasoning"},
     neutral={"background": False, "top_logprobs": 0, "truncation": "disabled"})
 
@@ -262,7 +265,7 @@ def read_chat(body: dict) -> Chat:
     limits = [x for x in (count(body, "max_tokens"), count(body, "max_completion_tokens")) if x]
     options = get(body, "stream_options", dict, {})
     return Chat(get(body, "model", str, ...), messages, tools, call_tools, min(limits, default=None), stops_of(body, "stop"),
-                get(body, "stream", bool, False), get(options, "include_usage", bool, False, "stream_options."), hints)
+                get(body, "stream", bool, False), get(options, "include_usage", bool, False, "stream_options."), hints, get(body, "metadata", dict, {}))
 
 
 def chat_message(m: dict, where: str) -> dict:
@@ -304,7 +307,7 @@ def anthropic_chat(body: dict, max_tokens: int | None) -> Chat:
         raise Refused(400, "messages: the last one is the assistant's. A prefilled answer cannot be honoured: every token of an answer is sampled.", "messages")
     tools, call_tools = tools_of(body, "input_schema")
     return Chat(get(body, "model", str, ...), messages, tools, call_tools, max_tokens, stops_of(body, "stop_sequences"),
-                get(body, "stream", bool, False), True, hints)
+                get(body, "stream", bool, False), True, hints, get(body, "metadata", dict, {}))
 
 
 def system_message(system: Any) -> list[dict]:
@@ -356,7 +359,7 @@ def read_responses(body: dict) -> Chat:
     items = [{"role": "user", "content": body["input"]}] if isinstance(body.get("input"), str) else records(body, "input", MAX_MESSAGES)
     tools, call_tools = tools_of(body)
     return Chat(get(body, "model", str, ...), [{"role": "system", "content": instructions}] * bool(instructions) + responses_messages(items), tools, call_tools,
-                count(body, "max_output_tokens"), [], get(body, "stream", bool, False), True, hints)
+                count(body, "max_output_tokens"), [], get(body, "stream", bool, False), True, hints, get(body, "metadata", dict, {}))
 
 
 def responses_messages(items: list[dict]) -> list[dict]:
@@ -419,7 +422,8 @@ class Conversation:
 class Session:
     """One rollout's requests -> its segments. It lives in one event loop; nothing is committed before its generation has succeeded.
 
-    The same request again (a client's retry, whether or not the first is still running) gets the same answer, sampled once.
+    The same request again (a client's retry, whether or not the first is still running) gets the same answer, sampled once:
+    whoever wants another sample of the same messages gives it other `metadata`.
     """
 
     def __init__(self, server: "ChatServer", generate: Callable, budget: Budget, temperature: float, rollout: int, group: int):
@@ -454,17 +458,18 @@ class Session:
                 return mark
         return None
 
-    def prompt(self, talk: Conversation) -> tuple[list[int], list[dict], Mark | None]:
-        """(ids of the prompt, its messages as rendered, the mark it goes on from)."""
+    def prompt(self, talk: Conversation) -> tuple[list[int], list[dict], str, Mark | None]:
+        """(ids of the prompt, its messages as rendered, their text, the mark it goes on from)."""
         mark = self.mark(talk)
         messages = mark.messages + talk.messages[len(mark.messages):] if mark else talk.messages
         text = self.server.render(messages, talk.tools, header=True)
         if mark:
-            shorter = self.server.render(mark.messages, talk.tools, header=False)
-            if text.startswith(shorter):
-                new = tokenize(self.server.tokenizer, mark.closing + text[len(shorter):])
-                return mark.segment.token_ids[: mark.length].tolist() + new, messages, mark
-        return tokenize(self.server.tokenizer, text), messages, None
+            shorter, (length, name) = self.server.render(mark.messages, talk.tools, header=False), mark.seen
+            begins = len(shorter) if text.startswith(shorter) else length if name_of(text[:length]) == name else 0
+            if begins:
+                new = tokenize(self.server.tokenizer, mark.closing + text[begins:])
+                return mark.segment.token_ids[: mark.length].tolist() + new, messages, text, mark
+        return tokenize(self.server.tokenizer, text), messages, text, None
 
     async def answer(self, chat: Chat) -> Answer:
         """The answer to a request. Raises Refused: too many at once, the template's refusal, a failed generation, a closed session."""
@@ -472,7 +477,7 @@ class Session:
             raise Refused(404, "This session was closed before the answer was sampled: its rollout is over.")
         self.server.note_hints(chat, self.temperature)
         talk = self.conversation(chat)
-        name = name_of([[m.get("reasoning_content") for m in chat.messages], chat.max_tokens, chat.stop, chat.call_tools], talk.names[-1])
+        name = name_of([[m.get("reasoning_content") for m in chat.messages], chat.max_tokens, chat.stop, chat.call_tools, chat.metadata], talk.names[-1])
         task = self.answers.get(name)
         if task is None or task.done() and (task.cancelled() or task.exception()):       # a failed one may be tried again
             if sum(not t.done() for t in self.answers.values()) >= MAX_IN_FLIGHT:
@@ -486,7 +491,7 @@ class Session:
             raise
 
     async def sample(self, chat: Chat, talk: Conversation) -> Answer:
-        ids, messages, mark = self.prompt(talk)
+        ids, messages, text, mark = self.prompt(talk)
         room = self.budget.context - len(ids)
         if room <= 0:
             self.overflowed.append(mark.segment if mark else None)
@@ -499,13 +504,14 @@ class Session:
             sampled.extend(completion.token_ids, completion.logprobs, completion.policy_versions)
         except Exception as error:
             raise Refused(500, f"The generation failed: {type(error).__name__}: {error}") from error
-        answer = self.server.read(chat, completion, len(ids))
+        whole = answer_text(self.server.tokenizer, completion)
+        answer = self.server.read(chat, whole, completion, len(ids))
         if len(sampled):
             segment = self.commit(turn, ids, sampled, mark)
             segment.truncated = completion.finish_reason == "length"
             said = assistant(answer.text, answer.reasoning, [(c.id, c.name, c.arguments) for c in answer.calls])
-            closing = unsampled(self.server.tokenizer, self.server.closing, sampled.token_ids)
-            self.marks[name_after(talk.names[-1], said)] = Mark(segment, len(segment), messages + [self.ready(said)], closing)
+            closing, seen = unsampled(self.server.tokenizer, self.server.closing, sampled.token_ids), text + self.ready(whole) + self.server.closing
+            self.marks[name_after(talk.names[-1], said)] = Mark(segment, len(segment), messages + [self.ready(said)], closing, (len(seen), name_of(seen)))
         return answer
 
     def commit(self, turn: int, ids: list[int], sampled: Trajectory, mark: Mark | None) -> Trajectory:
@@ -821,9 +827,8 @@ class ChatServer:
         except Exception as error:
             raise Refused(400, f"The model's chat template refuses these messages: {type(error).__name__}: {error}") from error
 
-    def read(self, chat: Chat, completion, prompt_tokens: int) -> Answer:
-        """A completion as an answer: reasoning and calls taken out of its text by vLLM's parsers."""
-        text = answer_text(self.tokenizer, completion)
+    def read(self, chat: Chat, text: str, completion, prompt_tokens: int) -> Answer:
+        """A completion and its text as an answer: reasoning and calls taken out by vLLM's parsers."""
         reasoning, content, calls = self.parse(chat, text, completion.token_ids)
         finish = "length" if completion.finish_reason == "length" else "tool_calls" if calls else "stop"
         stop_string = completion.stop_reason if isinstance(completion.stop_reason, str) else None
@@ -872,7 +877,7 @@ class ChatServer:
     async def count_tokens(self, request: Request) -> Response:
         try:
             session = self.session(request)
-            ids, _, _ = session.prompt(session.conversation(read_count(await read_json(request))))
+            ids, *_ = session.prompt(session.conversation(read_count(await read_json(request))))
         except (Refused, RecursionError, UnicodeEncodeError) as error:
             return failed(anthropic_error, error)
         return Response(MessageTokensCount(input_tokens=len(ids)).model_dump_json(), media_type="application/json")

@@ -464,6 +464,31 @@ async def test_reasoning_that_did_not_come_back_is_put_in_its_place_before_rende
         assert table.engine.prompts[1][9:14] == ([9, 11, 10, 8, 1] if segments == 1 else [8, 1, 2, 0, 3])
 
 
+@pytest.mark.parametrize("newer", [{"role": "tool", "content": "hello"}, {"role": "user", "content": "hello"}])
+@scenario
+async def test_a_template_that_writes_only_the_last_answer_with_an_empty_think_block_splits_nothing(newer):
+    """As Qwen3's does: the render with the answer last does not start the longer one, what the engine saw and sampled does. A sampled
+    block that the template drops later is another prompt, and a segment of its own (behind a user message)."""
+    quirk = TEMPLATE.replace("{% else %}{{ m.content }}", "{% else %}{% if m.role == 'assistant' and loop.last and '</think>' not in m.content %}<think></think>{% endif %}{{ m.content }}")
+    for sampled, segments in (([8, 1], 1), ([9, 10, 8, 1], 2 if newer["role"] == "user" else 1)):
+        table = Table(answer(*sampled), answer(8, 1), tokenizer=toy_tokenizer(quirk))
+        reply, messages = await table.say("chat", [user()])
+        await table.say("chat", messages + [newer])
+        rows = table.close()
+        assert len(rows) == segments and rows[0][0][: 9 + len(sampled)] == HELLO + sampled
+        assert sum(sum(mask) for _, mask in rows) == len(sampled) + 2
+
+
+@wires
+@scenario
+async def test_other_metadata_asks_for_another_sample_of_the_same_messages(wire):
+    """Best of 2 with equal requests: two answers, two segments with the prompt of each; without metadata they would be a retry."""
+    table = Table(answer(6, 7, 1), answer(8, 1))
+    replies = [(await table.say(wire, [user()], metadata={"user_id": name}))[0] for name in ("a", "b", "a")]
+    assert [text_of(r) for r in replies] == ["hello", "hello", "hello"] and replies[0] == replies[2] != replies[1]
+    assert [ids for ids, _ in table.close()] == [HELLO + [6, 7, 1], HELLO + [8, 1]]
+
+
 @wires
 @scenario
 async def test_an_edited_answer_starts_a_segment_rendered_from_what_the_client_sent(wire):
@@ -785,14 +810,14 @@ class Client:
 
 async def live(table: Table, dice: Dice, moves: list[tuple[str, int]]) -> None:
     """Play moves; each number chooses among whatever there is to choose from."""
-    clients, retold = [Client("chat", [user("0")], False)], 0
+    clients = [Client("chat", [user("0")], False)]
     for n, (move, number) in enumerate(moves, 1):
         client, text = clients[number % len(clients)], user(["hello", "plan", "<|im_end|>", "😀"][number % 4] + str(n))
         if move == "sub-agent":
             clients.append(Client(list(WIRES)[number % 3], [{"role": "system", "content": "plan"}, text], number % 2 == 0))
             client = clients[-1]
         elif move == "retry":
-            before, messages, count = client.messages, client.messages, len(dice.log)
+            messages, count = client.messages, len(dice.log)
             first = await client.ask(table)
             client.messages, sampled = messages, len(dice.log)
             again = await client.ask(table)
