@@ -34,6 +34,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from agent import Env, load_agent
 from estimators import ESTIMATORS, Batch, EstimatorConfig, collate, shape_rewards, value_targets
 from generator import AgentWorker, Engine, EngineGone, GeneratorConfig, Group, Pool, PromptStream, read_prompts
 from losses import AGGREGATIONS, IGNORED, LossConfig, adapt_kl_scale
@@ -170,6 +171,8 @@ def resolve(cfg: Config) -> Plan:
                          f"has {' + '.join(map(str, nodes))}. Lower --trainers, --engines or --engine-tp-size, or use --device cpu.")
     if device == "cpu" and gen.engine_tp_size > 1:
         raise ValueError(f"--engine-tp-size {gen.engine_tp_size}: on a CPU an engine is one process. Use --engines for more of them.")
+    if (gen.tool_parser or gen.reasoning_parser) and issubclass(load_agent(gen.agent).AgentRunner, Env):
+        raise ValueError(f"--tool-parser and --reasoning-parser read a ChatAgent's answers; {gen.agent} is an Env, which gets the text as it is. Leave them out.")
     model, config = read_model("--model", cfg.model)
     ref, ref_config = read_model("--ref", cfg.trainer.ref or cfg.model)
     critic, _ = read_model("--critic", cfg.trainer.critic or cfg.model)

@@ -109,6 +109,7 @@ def error_of(*flags: str, cwd: Path = ROOT) -> str:
     (lambda: resolve(Config(model="/nowhere")), "no config.json there"),
     (lambda: resolve(Config(losses=LossConfig(kl_coef=0.1), trainer=TrainerConfig(ref="no/such/model"))), "--ref no/such/model: no config.json there"),
     (lambda: resolve(Config(estimator="gae", trainer=TrainerConfig(critic="no/such/model"))), "--critic no/such/model: no config.json there"),
+    (lambda: resolve(Config(model=str(TINY), generator=GeneratorConfig(tool_parser="hermes"))), "read a ChatAgent's answers"),
     (lambda: resolve(Config(model=str(TINY), device="cuda")), "no usable NVIDIA GPU"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(context_length=4096))), "1024 positions"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(engine_tp_size=2))), "--engine-tp-size 2"),
