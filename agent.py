@@ -1,10 +1,10 @@
-"""agent.py owns what a user writes (Env, Result) and what a rollout leaves behind (Trajectory).
+"""agent.py owns what a user writes (Env, ChatAgent, Result) and what a rollout leaves behind (Trajectory).
 
 It knows no HTTP, vLLM, torch or Ray, and no groups: `run_episode` is given a `generate` callable and a tokenizer.
 Token identity is kept here: an episode is one growing list of ids. The ids the engine sampled are appended as they
 came, and only *new* text (the prompt, an observation) is ever tokenised; history is never rendered again.
 
-Letters: T tokens of one segment. A *segment* is one unbroken id sequence; a rollout of an Env is one segment.
+Letters: T tokens of one segment. A *segment* is one unbroken id sequence; a rollout of an Env is one segment, one of a ChatAgent may be several.
 Sources: the Env interface follows Gymnasium (https://gymnasium.farama.org); token-in/token-out is arXiv:2607.21653, section 3.
 """
 
@@ -55,7 +55,7 @@ class Trajectory:
             raise ValueError(f"Rollout {self.rollout}: sampled tokens need both logprobs and policy_versions; give both or neither.")
         sampled = logprobs is not None
         if sampled:
-            logprobs = np.asarray([math.nan if x is None else x for x in logprobs], dtype=np.float32)
+            logprobs = np.asarray(logprobs, dtype=np.float32)          # None becomes NaN
             policy_versions = np.asarray(policy_versions, dtype=np.int32).reshape(-1)
             if not len(logprobs) == len(policy_versions) == n:
                 raise ValueError(
@@ -74,7 +74,7 @@ class Trajectory:
 
 @dataclass
 class Result:
-    """What `Env.step` returns after one action.
+    """What `Env.step` returns after one action, and `ChatAgent.run` at its end (which reads reward, truncated and info only).
 
     Rewards add up over the turns; None means "could not be scored" and drops the rollout (counted, never taken as 0).
     `info` of the last turn is the rollout's; its numbers become metrics.
@@ -107,6 +107,33 @@ class Env:
 
     async def close(self) -> None:
         """Called once on every way out of an episode."""
+
+
+@dataclass(frozen=True)
+class ChatContext:
+    """What a ChatAgent is told: its task, and where its own client finds the policy. Key and URLs end with the rollout."""
+
+    prompt: dict[str, Any]             # as the prompt source gave it
+    messages: list[dict]               # its messages, or its text as one user message
+    tools: list[dict] | None           # its tools
+    label: Any                         # its label, for the reward; None where it has none
+    base_url: str                      # for OpenAI clients: http://127.0.0.1:<port>/s/<session>/v1
+    session_url: str                   # for Anthropic clients, which add /v1 themselves
+    api_key: str                       # for both; nobody else's requests reach this rollout
+    model: str                         # name to give the client; any other is served by the same policy
+    temperature: float                 # what the server samples with, whatever the client asks for
+
+
+class ChatAgent:
+    """An agent that owns its loop: any program that talks to an OpenAI or Anthropic endpoint. Override `run`.
+
+    A new instance serves each rollout. What the policy samples in answer to the requests of `run` is what is trained, all
+    of it with the reward that `run` returns. All agents of a worker share one thread: a client that blocks (a synchronous
+    SDK, subprocess.run) holds up the others, though never the server, so call it as `await asyncio.to_thread(...)`.
+    """
+
+    async def run(self, ctx: ChatContext) -> Result:
+        raise NotImplementedError(f"{type(self).__name__} needs `async def run(self, ctx) -> Result`.")
 
 
 @dataclass(frozen=True)
@@ -175,7 +202,7 @@ def render_prompt(tokenizer, observation: str | list[dict], tools: list | None =
     return tokenize(tokenizer, tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True))
 
 
-_ANSWER = "\ue002"   # stands for the assistant's text where only the markup around it is wanted
+ANSWER = "\ue002"   # stands for the assistant's text where only the markup around it is wanted
 
 
 def render_delta(tokenizer, observation: str | list[dict], sampled_ids, tools: list | None = None) -> list[int]:
@@ -187,21 +214,25 @@ def render_delta(tokenizer, observation: str | list[dict], sampled_ids, tools: l
     if tokenizer.chat_template is None:
         return plain(tokenizer, observation)
     new, tools = escape([as_messages(observation), tools], reserved(tokenizer))
-    history = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
+    history = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
     text = tokenizer.apply_chat_template(history + new, tools=tools, tokenize=False, add_generation_prompt=True)
-    if text.count(_ANSWER) != 1:
+    if text.count(ANSWER) != 1:
         raise ValueError("The chat template does not write an assistant message's content exactly once, so turns cannot be joined to it.")
-    tail = text.split(_ANSWER)[1]
+    return tokenize(tokenizer, unsampled(tokenizer, text.split(ANSWER)[1], sampled_ids))
+
+
+def unsampled(tokenizer, tail: str, sampled_ids) -> str:
+    """The markup that follows an answer, without the stop token at its start where that one was sampled."""
     if len(sampled_ids):
         last = tokenizer.decode([int(sampled_ids[-1])], skip_special_tokens=False)
         if last in reserved(tokenizer) and tail.lstrip().startswith(last):       # some templates put white space before it
-            tail = tail.lstrip()[len(last):]
-    return tokenize(tokenizer, tail)
+            return tail.lstrip()[len(last):]
+    return tail
 
 
 def answer_text(tokenizer, completion) -> str:
     """The sampled ids as text, decoded as one piece, without the stop token or stop string that ended them."""
-    ids = [int(t) for t in completion.token_ids]
+    ids = np.asarray(completion.token_ids)                   # an array: the tokenizer checks a list element by element
     if completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str):
         ids = ids[:-1]
     text = tokenizer.decode(ids, skip_special_tokens=False)
@@ -267,7 +298,7 @@ async def run_episode(env: Env, prompt: dict, tokenizer, generate: Generate, bud
 
 # ---------------------------------------------------------------------------------------------------- the user's module
 def load_agent(path: str):
-    """Import the run's agent module (a .py file) and check that it exports `AgentRunner`. Raises ValueError otherwise."""
+    """Import the run's agent module (a .py file) and check that it exports `AgentRunner`, an Env or a ChatAgent. Raises ValueError otherwise."""
     file = Path(path) if Path(path).is_file() else Path(__file__).parent / path      # as given, or in the repository
     if not file.is_file():
         raise ValueError(f"--agent {path}: there is no such file. Give the path of a Python module that defines AgentRunner.")
@@ -278,9 +309,9 @@ def load_agent(path: str):
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
-    if not hasattr(module, "AgentRunner") or not inspect.isclass(module.AgentRunner) or not issubclass(module.AgentRunner, Env):
-        raise ValueError(f"--agent {path} defines no AgentRunner that is a subclass of agent.Env. Name your Env subclass `AgentRunner`.")
-    for name in ("reset", "step", "close"):
+    if not hasattr(module, "AgentRunner") or not inspect.isclass(module.AgentRunner) or not issubclass(module.AgentRunner, (Env, ChatAgent)):
+        raise ValueError(f"--agent {path} defines no AgentRunner that is a subclass of agent.Env or agent.ChatAgent. Name your subclass `AgentRunner`.")
+    for name in ("reset", "step", "close") if issubclass(module.AgentRunner, Env) else ("run",):
         if not inspect.iscoroutinefunction(getattr(module.AgentRunner, name)):
             raise ValueError(f"--agent {path}: AgentRunner.{name} must be `async def`, so that one worker can run many episodes at once.")
     return module

@@ -12,10 +12,12 @@ Sources: the streaming pool is arXiv:2607.21653, section 3; the order-of-start r
 import asyncio
 import json
 import os
+import threading
 import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -23,7 +25,7 @@ from typing import Literal
 import numpy as np
 import ray
 
-from agent import Budget, Trajectory, load_agent, run_episode
+from agent import Budget, ChatAgent, ChatContext, Result, Trajectory, as_messages, checked_reward, load_agent, run_episode
 
 
 # ---------------------------------------------------------------------------------------------------- configuration
@@ -43,6 +45,8 @@ class GeneratorConfig:
     context_length: int = 128          # tokens of prompt and all turns together
     max_new_tokens: int | None = 8     # tokens of one answer; None = whatever the context leaves
     temperature: float = 1.0           # sampling temperature in training; the trainer divides its logits by it
+    tool_parser: str | None = None     # vLLM's parser of a ChatAgent's tool calls (hermes, qwen3_coder, llama3_json, ...); None = calls stay text
+    reasoning_parser: str | None = None   # vLLM's parser of a ChatAgent's reasoning (qwen3, deepseek_r1, ...); None = it stays in the text
     engines: int = 1                   # E, vLLM engines; a rollout stays on one
     engine_tp_size: int = 1            # GPUs of one engine (tensor parallel)
     agent_workers: int = 1             # W, processes that run agents
@@ -72,6 +76,10 @@ class GeneratorConfig:
             raise ValueError(f"--max-new-tokens {self.max_new_tokens}: want at least 1, or None for what the context leaves.")
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization < 1:
             raise ValueError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: want a share of the GPU, above 0 and below 1.")
+        if self.tool_parser or self.reasoning_parser:
+            from chat_server import check_parsers
+
+            check_parsers(self.tool_parser, self.reasoning_parser)
         if self.max_num_batched_tokens < self.context_length:
             raise ValueError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --context-length {self.context_length}: prompts are never cut "
@@ -253,6 +261,14 @@ class Group:
     rollouts: list[list[Trajectory]] = field(default_factory=list)   # usable ones: segments of each
     dropped: Counter = field(default_factory=Counter)                # reason -> number of rollouts
     errors: list[str] = field(default_factory=list)                  # what went wrong, in words
+    notes: list[str] = field(default_factory=list)                   # what the worker's chat server has to say, each once
+
+    def own(self) -> "Group":
+        """Itself, with arrays of its own: those that came from another process lie in Ray's object store, which they would fill."""
+        for segment in (s for segments in self.rollouts for s in segments):
+            for name in ("token_ids", "response_mask", "behaviour_logprobs", "policy_versions"):
+                setattr(segment, name, getattr(segment, name).copy())
+        return self
 
     @property
     def mean_reward(self) -> float:
@@ -277,39 +293,67 @@ class AgentWorker:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.cfg = cfg
         self.agent = load_agent(cfg.agent).AgentRunner
+        self.chat = None                                   # what serves its ChatAgents
+        if issubclass(self.agent, ChatAgent):
+            from chat_server import ChatServer             # with the SDKs whose types it speaks: seconds that an Env need not wait
+
+            self.chat = ChatServer(self.tokenizer, model, cfg.tool_parser, cfg.reasoning_parser)
+        self.agents: asyncio.AbstractEventLoop | None = None   # where ChatAgents run: a client that blocks it keeps no server and no engine call waiting
         self.budget = Budget(cfg.context_length, cfg.max_new_tokens)
         self.life = uuid.uuid4().hex[:8]                   # an engine may still know requests of an earlier life by name
+        self.places: dict[str, dict[int, tuple[str, float]]] = {}   # group -> rollout -> what it is in, since when
+
+    async def whereabouts(self, group: str) -> str:
+        """Which rollout of a group ("name-index") has been longest in the same place, in words. No answer comes while an agent blocks this worker."""
+        if self.agents:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.agents))
+        if not self.places.get(group):
+            return "its rollouts have ended, or not begun"
+        rollout, (place, since) = min(self.places[group].items(), key=lambda item: item[1][1])
+        return f"rollout {rollout} has been in {place} for {time.monotonic() - since:.0f} s"
 
     async def run_groups(self, prompts: list[tuple[int, dict]], engine, samples: int, temperature: float, seed: int | None, name: str) -> list[Group]:
         """`samples` rollouts of each (index, prompt), on the engine given (an actor). Failures are counted by reason, never turned into rewards.
 
         `name` makes request names unique; `seed` is the run's, from which every rollout's and turn's follows; None: not seeded.
         """
-        batcher = Batcher(engine, together=self.agent.max_turns == 1)
+        batcher = Batcher(engine, together=self.chat is None and self.agent.max_turns == 1)
         return await asyncio.gather(*[self._group(batcher, index, prompt, samples, temperature, seed, name) for index, prompt in prompts])
 
     async def _group(self, batcher: "Batcher", index: int, prompt: dict, samples: int, temperature: float, seed: int | None, name: str) -> Group:
         group = Group(index, prompt)
         outcomes = await asyncio.gather(*[self._rollout(batcher, index, prompt, member, samples, temperature, seed, name) for member in range(samples)])
+        self.places.pop(f"{name}-{index}", None)
         for segments, reason, error in outcomes:
             if reason is None:
                 group.rollouts.append(segments)
             else:
                 group.dropped[reason] += 1
                 group.errors += [error] if error else []
+        if self.chat is not None:
+            group.notes, self.chat.notes = self.chat.notes, []
         return group
 
     async def _rollout(self, batcher: "Batcher", index: int, prompt: dict, member: int, samples: int, temperature: float, seed: int | None, name: str):
         """One episode -> (segments, None, None), or (None, why it cannot be used, what went wrong)."""
         rollout, limit = index * samples + member, asyncio.timeout(self.cfg.rollout_timeout)
 
+        places = self.places.setdefault(f"{name}-{index}", {})
+
         async def generate(token_ids, max_tokens, stop, turn) -> Completion:
             sampling = Sampling(temperature, None if seed is None or not temperature else rollout_seed(seed, index, member, turn))
-            return await batcher.generate((f"{name}-{rollout}-{turn}-{self.life}", token_ids, max_tokens, stop), sampling)
+            places[rollout] = f"the engine, turn {turn + 1}", time.monotonic()
+            completion = await batcher.generate((f"{name}-{rollout}-{turn}-{self.life}", token_ids, max_tokens, stop), sampling)
+            places[rollout] = f"the agent, turn {turn + 1}", time.monotonic()
+            return completion
 
         try:
+            places[rollout] = "the agent's reset", time.monotonic()
             async with limit:
-                segments = await run_episode(self.agent(), prompt, self.tokenizer, generate, self.budget, rollout, index)
+                if self.chat is None:
+                    segments = await run_episode(self.agent(), prompt, self.tokenizer, generate, self.budget, rollout, index)
+                else:
+                    segments = await self._converse(prompt, generate, temperature, rollout, index)
         except (ray.exceptions.RayActorError, EngineGone):     # the engine is gone: the run's matter, not this rollout's
             raise
         except Exception as error:                         # one agent's fault costs one rollout; it is counted and shown
@@ -317,11 +361,61 @@ class AgentWorker:
                 return None, "timeout", f"rollout {rollout} of prompt {index} took longer than --rollout-timeout {self.cfg.rollout_timeout} s"
             cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
             return None, f"error_{type(cause).__name__}", f"rollout {rollout} of prompt {index}: {type(cause).__name__}: {cause}"
+        finally:
+            places.pop(rollout, None)
         if not any(s.response_mask.any() for s in segments):
             return None, "prompt_too_long" if segments[0].truncated else "empty", None
         if segments[0].reward is None:
             return None, "unscored", None
         return segments, None, None
+
+    async def _converse(self, prompt: dict, generate, temperature: float, rollout: int, index: int) -> list[Trajectory]:
+        """One rollout of a ChatAgent, in a session of its own that ends with it; its segments, which share its reward."""
+        await self.chat.start()
+        gone = asyncio.get_running_loop().create_future()
+
+        async def answer(*args, **limits) -> Completion:
+            try:
+                return await generate(*args, **limits)
+            except (ray.exceptions.RayActorError, EngineGone) as error:      # the agent's client would only see a failed request
+                gone.done() or gone.set_exception(error)
+                raise
+
+        session = self.chat.open(answer, self.budget, temperature, rollout, index)
+        running = self._run(ChatContext(
+            prompt, as_messages(prompt.get("messages") or prompt["prompt"]), prompt.get("tools"), prompt.get("label"),
+            session.base_url, session.session_url, session.key, self.chat.model, temperature))
+        try:
+            await asyncio.wait([running, gone], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            segments = self.chat.close(session)
+            running.cancel()
+        if gone.done():
+            gone.result()                                  # raises
+        if running.cancelled():
+            raise RuntimeError(f"{self.agent.__name__}.run cancelled itself.")
+        result = running.result()
+        if not isinstance(result, Result):
+            raise TypeError(f"{self.agent.__name__}.run must return an agent.Result, got {type(result).__name__}.")
+        for segment in segments:
+            segment.reward, segment.info = checked_reward(result.reward, rollout), result.info
+        segments[-1].truncated |= result.truncated
+        return segments
+
+    def _run(self, context: ChatContext) -> asyncio.Future:
+        """Start a ChatAgent's run, in the thread that all of them share."""
+        if self.agents is None:
+            self.agents = asyncio.new_event_loop()
+            self.agents.set_default_executor(ThreadPoolExecutor(1024))       # asyncio.to_thread of as many rollouts; threads start as they are needed
+            threading.Thread(target=self.agents.run_forever, name="agents", daemon=True).start()
+
+        async def run() -> Result:
+            try:
+                return await self.agent().run(context)
+            except (SystemExit, KeyboardInterrupt) as error:                 # these would end the thread, and every other agent with it
+                raise RuntimeError(f"the agent's run called {type(error).__name__}") from error
+
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self.agents))
 
 
 class Batcher:
@@ -547,11 +641,13 @@ class Pool:
             self.pending.append(flight.index)
         self.fill()
 
+    def oldest(self) -> Flight | None:
+        """The group in flight that started first and is not complete: whoever waits for the pool waits for it, at the latest in the end."""
+        return next((f for f in self.running if f.ended is None), None)
+
     def waiting_for(self) -> str:
-        """What `take` is waiting for, in words."""
-        if not self.running:
-            return "no group"
-        head = self.running[0]
+        if (head := self.oldest()) is None:
+            return "no prompt group: none is in flight"
         done = sum(f.ended is not None for f in self.running)
         return f"prompt group {head.index} (started {time.monotonic() - head.started:.0f} s ago at version {head.version}); {done} of {len(self.running)} groups are complete"
 

@@ -19,9 +19,10 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -33,6 +34,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from agent import Env, load_agent
 from estimators import ESTIMATORS, Batch, EstimatorConfig, collate, shape_rewards, value_targets
 from generator import AgentWorker, Engine, EngineGone, GeneratorConfig, Group, Pool, PromptStream, read_prompts
 from losses import AGGREGATIONS, IGNORED, LossConfig, adapt_kl_scale
@@ -65,8 +67,9 @@ class Config:
     save_rollouts: bool = True         # write every trained trajectory to rollouts/
     name: str | None = None            # directory under runs/; None = estimator and time, with --resume the newest run
     resume: bool = False               # go on from the newest finished checkpoint, with the run's own flags unless given anew
+    wait_timeout: float = 3600.0       # seconds any one wait may take before the run stops and names it; rollouts, engines and publishes have limits of their own
     wandb: bool = False                # also log to Weights & Biases
-    ray_address: str | None = None     # address of a running Ray cluster; None starts a private one
+    ray_address: str | None = None     # address of a running Ray cluster (`auto`: the one of this machine); None starts a private one
     dry_run: bool = False              # print the resolved plan and exit
     generator: Annotated[GeneratorConfig, tyro.conf.arg(name="")] = field(default_factory=GeneratorConfig)
     estimation: Annotated[EstimatorConfig, tyro.conf.arg(name="")] = field(default_factory=EstimatorConfig)
@@ -126,8 +129,8 @@ class Plan:
     device: str
     dtype: str
     transfer: str                      # weight transfer backend
-    gpus: int
-    cores: int
+    nodes: tuple[int, ...]             # GPUs of each node that are used: none on a CPU run
+    cores: int                         # of one node
     parameters: int
     tie_word_embeddings: bool
     rank_gb: float                     # memory a lone trainer rank needs at most
@@ -137,8 +140,9 @@ class Plan:
         weights = self.parameters * (2 if self.dtype == "bfloat16" else 4) / gb / gen.engine_tp_size
         return [
             ("model", f"{cfg.model}, {self.parameters / 1e6:.2f} M parameters"),
-            ("device", f"{self.device}, {self.gpus} GPUs, {self.cores} cores; forward in {self.dtype}, master weights in float32"),
-            ("engines", f"{gen.engines} vLLM x {gen.engine_tp_size} {'GPU' if self.gpus else 'process'}, weights {weights:.3f} GB each"),
+            ("nodes", f"{len(self.nodes)}, with {', '.join(map(str, self.nodes))} GPUs and {self.cores} cores each"),
+            ("device", f"{self.device}; forward in {self.dtype}, master weights in float32"),
+            ("engines", f"{gen.engines} vLLM x {gen.engine_tp_size} {'GPU' if self.device == 'cuda' else 'process'}, weights {weights:.3f} GB each"),
             ("trainers", f"{train.trainers} FSDP2 ranks, {self.parameters * 16 / gb / train.trainers:.3f} GB each (master, gradient, two moments)"
                          + (f", reference {self.parameters * 4 / gb / train.trainers:.3f} GB if as large" if cfg.reference else "")
                          + (f", critic {self.parameters * 16 / gb / train.trainers:.3f} GB if as large" if ESTIMATORS[cfg.estimator].critic else "")),
@@ -154,19 +158,23 @@ class Plan:
 
 def resolve(cfg: Config) -> Plan:
     """Check the flags against the machine and the model; raises ValueError before anything is started."""
-    gpus = torch.cuda.device_count()
+    gen, nodes, where = cfg.generator, (torch.cuda.device_count(),), "this machine"
+    if cfg.ray_address:                                                  # the caller has connected to it
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        nodes, where = tuple(int(resources.get("GPU", 0)) for resources in alive), f"the cluster at {cfg.ray_address}"
+    gpus = sum(nodes)
     if cfg.device == "cuda" and not gpus:
-        raise ValueError("--device cuda: this machine has no usable NVIDIA GPU (torch.cuda.device_count() is 0). "
-                         "Use --device cpu, or check the driver and the installed torch.")
+        raise ValueError(f"--device cuda: {where} has no usable NVIDIA GPU. Use --device cpu, or check the driver and the installed torch.")
     device = ("cuda" if gpus else "cpu") if cfg.device == "auto" else cfg.device
-    gen = cfg.generator
     need = cfg.trainer.trainers + gen.engines * gen.engine_tp_size
     shared = device == "cuda" and gpus == 1 and need == 2                # one GPU for both: weights move inside it
-    if device == "cuda" and cfg.ray_address is None and need > gpus and not shared:
-        raise ValueError(f"{cfg.trainer.trainers} trainers and {gen.engines} engines of {gen.engine_tp_size} GPUs need {need} GPUs; this machine "
-                         f"has {gpus}. Lower --trainers, --engines or --engine-tp-size, or use --device cpu.")
+    if device == "cuda" and not shared and (need > gpus or gen.engines > sum(n // gen.engine_tp_size for n in nodes)):
+        raise ValueError(f"{cfg.trainer.trainers} trainers and {gen.engines} engines of {gen.engine_tp_size} GPUs (each on one node) need {need} GPUs; {where} "
+                         f"has {' + '.join(map(str, nodes))}. Lower --trainers, --engines or --engine-tp-size, or use --device cpu.")
     if device == "cpu" and gen.engine_tp_size > 1:
         raise ValueError(f"--engine-tp-size {gen.engine_tp_size}: on a CPU an engine is one process. Use --engines for more of them.")
+    if (gen.tool_parser or gen.reasoning_parser) and issubclass(load_agent(gen.agent).AgentRunner, Env):
+        raise ValueError(f"--tool-parser and --reasoning-parser read a ChatAgent's answers; {gen.agent} is an Env, which gets the text as it is. Leave them out.")
     model, config = read_model("--model", cfg.model)
     ref, ref_config = read_model("--ref", cfg.trainer.ref or cfg.model)
     critic, _ = read_model("--critic", cfg.trainer.critic or cfg.model)
@@ -184,9 +192,9 @@ def resolve(cfg: Config) -> Plan:
     transfer = "gloo" if device == "cpu" else "ipc" if shared else "nccl"
     cores = len(os.sched_getaffinity(0))
     rank_gb = rank_memory(parameters, config, cfg.trainer, cfg.reference, ESTIMATORS[cfg.estimator].critic)
-    if shared:
+    if shared and cfg.ray_address is None:               # the GPU of a cluster may be another machine's
         check_shared_memory(*gpu_memory(), gen.gpu_share(True), rank_gb, parameters)
-    return Plan(model, ref, critic, device, dtype, transfer, gpus if device == "cuda" else 0, cores, parameters, bool(config.tie_word_embeddings), rank_gb)
+    return Plan(model, ref, critic, device, dtype, transfer, nodes if device == "cuda" else (0,) * len(nodes), cores, parameters, bool(config.tie_word_embeddings), rank_gb)
 
 
 def gpu_memory() -> tuple[float, float]:
@@ -228,20 +236,44 @@ def locate(model: str) -> str:
     return next((str(p.resolve()) for p in (Path(model), ROOT / model) if p.exists()), model)
 
 
+# ---------------------------------------------------------------------------------------------------- waiting
+@asynccontextmanager
+async def waiting(what: str | Callable[[], Awaitable[str]], deadline: float, patience: float = 60.0) -> AsyncIterator[None]:
+    """No wait is silent or endless: after `patience` seconds, and again after as many, the terminal says what is awaited
+    and for how long already; after `deadline` seconds TimeoutError says it, and the caller acts. `what`: words, or who can say them."""
+    began = time.monotonic()
+
+    async def remind() -> None:
+        while True:
+            await asyncio.sleep(patience)
+            words = what if isinstance(what, str) else await what()
+            console.print(f"[yellow]waiting {time.monotonic() - began:.0f} s for[/] {escape(words)}", soft_wrap=True)
+
+    reminder, limit = asyncio.ensure_future(remind()), asyncio.timeout(deadline)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if limit.expired():
+            raise TimeoutError(f"waited {deadline:.0f} s for {what if isinstance(what, str) else await what()}") from None
+        raise
+    finally:
+        reminder.cancel()
+
+
 # ---------------------------------------------------------------------------------------------------- placement
 class Parts:
     """The running actors, and what keeps them running.
 
     An engine that dies or is stuck is restarted, joined to a new transfer group and brought to the current version before
     it serves; prompt groups that were on it wait and are asked for again. That happens where the trainer's weights have
-    a known version: while the loop waits for rollouts, and at a publish. A trainer rank that dies ends the run.
+    a known version: while the loop waits for rollouts or an eval, and at a publish. A trainer rank that dies ends the run.
     """
 
     def __init__(self, trainer: Trainer, engines: list, workers: list, plan: Plan, gen: GeneratorConfig):
         self.trainer, self.engines, self.workers, self.plan, self.gen = trainer, engines, workers, plan, gen
         self.processes: list[list[int]] = [[] for _ in engines]   # vLLM's, of each engine
-        self.broken, self.mended, self.stalled = asyncio.Event(), asyncio.Event(), set()   # stalled: groups that wait for an engine
-        self.mended.set()
+        self.broken, self.stalled = asyncio.Event(), set()        # stalled: prompt groups that wait for an engine
         self.restarts, self.publishing = 0, False
 
     async def start(self) -> None:
@@ -251,72 +283,102 @@ class Parts:
         self.processes, _ = await asyncio.gather(starts, self.trainer.start())
         await self.trainer.open_transfer(self.plan.transfer, self.engines, self.gen.engine_tp_size)
 
-    async def run_group(self, n: int, prompt: dict, seed: int | None) -> Group:
-        """Prompt group n on its worker and engine; when one of them dies, again when there is a new one, a few times."""
-        lives, gone_since = 3, None
+    async def run_groups(self, prompts: list[tuple[int, dict]], place: int, samples: int, temperature: float, seed: int | None, name: str) -> list[Group]:
+        """AgentWorker.run_groups on worker and engine number `place`; when one of the two dies, again when there is a new one.
+
+        Whoever saw three workers die gives up: its rollouts are dropped as `worker_died`. Three engines: the run ends.
+        """
+        deaths = Counter()
         while True:
-            await self.mended.wait()
-            worker, engine = self.workers[n % len(self.workers)], self.engines[n % len(self.engines)]
-            call = worker.run_groups.remote([(n, prompt)], engine, self.gen.group_size, self.gen.temperature, seed, "train")
+            while self.broken.is_set():                              # `mend` is at it, and has deadlines
+                await asyncio.sleep(0.1)
+            worker, engine = self.workers[place % len(self.workers)], self.engines[place % len(self.engines)]
+            call = worker.run_groups.remote(prompts, engine, samples, temperature, seed, name)
             try:
-                return (await call)[0]
+                groups = [group.own() for group in await call]
+                for note in (note for group in groups for note in group.notes):
+                    console.print(f"[yellow]{escape(note)}[/]", soft_wrap=True)
+                return groups
             except asyncio.CancelledError:
                 ray.cancel(call)
                 raise
             except (ray.exceptions.RayActorError, EngineGone) as error:
-                if isinstance(error, ray.exceptions.RayTaskError):   # raised inside the worker: it was the engine
-                    lives -= 1
-                    self.stalled.add(n)
-                    self.mended.clear()
-                    self.broken.set()
-                else:                                                # the worker: Ray is restarting it
-                    gone_since = gone_since or time.monotonic()
-                    await asyncio.sleep(1)
-                if lives == 0 or gone_since and time.monotonic() - gone_since > 300:
+                of = "engine" if isinstance(error, ray.exceptions.RayTaskError) else "worker"      # raised inside the worker: it was the engine
+                deaths[of] += 1
+                if of == "worker":
+                    await self.answers(worker, place % len(self.workers))
+                    if deaths[of] == 3:
+                        return [Group(n, prompt, dropped=Counter(worker_died=samples), errors=[f"the agent worker died three times with prompt {n}"]) for n, prompt in prompts]
+                elif deaths[of] == 3:
                     raise
+                else:
+                    self.stalled |= {n for n, _ in prompts}
+                    self.broken.set()
+
+    async def answers(self, worker, i: int) -> None:
+        """Returns when agent worker i, which Ray restarts, answers again."""
+        async with waiting(f"agent worker {i} to start again", 300):
+            while True:
+                try:
+                    return await worker.whereabouts.remote("")
+                except ray.exceptions.RayActorError:
+                    await asyncio.sleep(1)
+
+    async def waiting_for(self, pool: Pool) -> str:
+        """What the pool waits for, and where that rollout is, asked of its worker."""
+        if (flight := pool.oldest()) is None:
+            return pool.waiting_for()
+        place, engine = flight.index % len(self.workers), flight.index % len(self.engines)
+        try:
+            where = await asyncio.wait_for(self.workers[place].whereabouts.remote(f"train-{flight.index}"), 5)
+        except (TimeoutError, ray.exceptions.RayError):
+            where = f"agent worker {place} does not answer (an agent that blocks it with time.sleep or a synchronous client?)"
+        return f"{pool.waiting_for()}; engine {engine}; {where}"
 
     async def watch(self) -> None:
-        """For ever: an engine that answers nothing for --engine-timeout seconds is killed, so that whoever waits for it learns it."""
-        while True:
-            await asyncio.sleep(self.gen.engine_timeout / 2)
-            for i, engine in enumerate(self.engines):
+        """For ever: an actor that answers nothing for its time-out is killed, so that whoever waits for it learns it; Ray restarts it."""
+        gen = self.gen
+
+        async def check(actor, ask, name: str, seconds: float) -> None:
+            while True:
+                await asyncio.sleep(seconds / 2)
                 try:
-                    await asyncio.wait_for(engine.serving.remote(), self.gen.engine_timeout)
+                    await asyncio.wait_for(ask(), seconds)
                 except TimeoutError:
                     if not self.publishing:              # a publish keeps engines busy, and has a deadline of its own
-                        console.print(f"[yellow]engine {i} has not answered for {self.gen.engine_timeout:.0f} s[/]")
-                        ray.kill(engine, no_restart=False)
+                        console.print(f"[yellow]{name} has not answered for {seconds:.0f} s[/]")
+                        ray.kill(actor, no_restart=False)
                 except ray.exceptions.RayError:
                     pass                                 # it has died: its rollouts know
 
+        await asyncio.gather(*[check(e, e.serving.remote, f"engine {i}", gen.engine_timeout) for i, e in enumerate(self.engines)],
+                             *[check(w, partial(w.whereabouts.remote, ""), f"agent worker {i}", gen.rollout_timeout) for i, w in enumerate(self.workers)])
+
     async def guarded(self, wanted: Coroutine, version: int):
-        """Await `wanted`, and mend what breaks meanwhile; the trainer has the weights of `version` and is idle."""
+        """Await `wanted`, and mend what breaks meanwhile; the trainer has the weights of `version` all the while."""
         task = asyncio.ensure_future(wanted)
         while not task.done():
             broke = asyncio.ensure_future(self.broken.wait())
             await asyncio.wait({task, broke}, return_when=asyncio.FIRST_COMPLETED)
             broke.cancel()
             if self.broken.is_set() and not task.done():
-                await self.mend(version)
+                await self.publish(version)
         return task.result()
 
     async def publish(self, version: int) -> None:
-        """weight_sync.publish to all engines. If it fails, they may hold parts of two versions: all are restarted, and it is done again, twice at most."""
+        """weight_sync.publish to all engines, mended first where that is needed. If it fails, they may hold parts of two versions: all are restarted, and it is done again, twice at most."""
         from weight_sync import publish
 
         for last in (False, False, True):
-            if self.broken.is_set():
-                return await self.mend(version)
             self.publishing = True
             try:
-                return await publish(self.trainer, self.engines, version, self.gen.publish_timeout)
+                return await (self.mend(version) if self.broken.is_set() else publish(self.trainer, self.engines, version, partial(waiting, deadline=self.gen.publish_timeout)))
             except (ray.exceptions.RayError, TimeoutError) as error:
                 if last:
                     raise
                 console.print(f"[yellow]publishing version {version} failed:[/] {escape(str(error).strip().splitlines()[-1])}", soft_wrap=True)
                 for engine in self.engines:
                     ray.kill(engine, no_restart=False)
-                self.mended.clear()
                 self.broken.set()
             finally:
                 self.publishing = False
@@ -335,13 +397,13 @@ class Parts:
                 return None
 
         async def revive(i: int) -> None:
-            for second in range(180):
-                try:
-                    self.processes[i] = await self.engines[i].start.remote(self.processes[i])
-                    return
-                except ray.exceptions.RayActorError:                 # still restarting
-                    await asyncio.sleep(1)
-            raise TimeoutError(f"engine {i} could not be started again in 180 s")
+            async with waiting(f"engine {i} to start again", self.gen.publish_timeout):
+                while True:
+                    try:
+                        self.processes[i] = await self.engines[i].start.remote(self.processes[i])
+                        return
+                    except ray.exceptions.RayActorError:             # still restarting
+                        await asyncio.sleep(1)
 
         began, found = time.monotonic(), await asyncio.gather(*[serving(e) for e in self.engines])
         dead = [i for i, v in enumerate(found) if v is None]
@@ -349,13 +411,12 @@ class Parts:
         await asyncio.gather(*map(revive, dead))
         behind = [e for e, v in zip(self.engines, found) if v != version]
         await self.trainer.open_transfer(self.plan.transfer, behind, self.gen.engine_tp_size)
-        await publish(self.trainer, behind, version, self.gen.publish_timeout)
+        await publish(self.trainer, behind, version, partial(waiting, deadline=self.gen.publish_timeout))
         if len(behind) < len(self.engines):
             await self.trainer.open_transfer(self.plan.transfer, self.engines, self.gen.engine_tp_size)
         self.restarts += len(dead)
         self.stalled.clear()
         self.broken.clear()
-        self.mended.set()
         console.print(f"all engines serve version {version} again after {time.monotonic() - began:.0f} s")
 
 
@@ -385,18 +446,40 @@ def start_ray(address: str | None) -> None:
         subprocess.Popen([sys.executable, str(ROOT / "recipes/reap.py"), str(os.getpid())], start_new_session=True,
                          stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     private = {} if address else {"object_store_memory": 512 * 2**20, "include_dashboard": False}
+    if address and Path("~/.ray/auth_token").expanduser().is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # as `ray start --head` decides it
     try:
         ray.init(address=address or "local", logging_level="ERROR", log_to_driver=False, runtime_env={"env_vars": environment}, **private)
     except ConnectionError as error:
-        raise ValueError(f"--ray-address {address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or leave the flag out.") from None
+        raise ValueError(f"--ray-address {address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or leave the flag out. "
+                         "If there is one, compare RAY_AUTH_MODE and its token (README, several nodes).") from None
+
+
+async def placement(parts: "Parts") -> str:
+    """Which part runs on which node."""
+    names = [f"engine {i}" for i in range(len(parts.engines))] + [f"trainer rank {i}" for i in range(len(parts.trainer.ranks))] + [f"agent worker {i}" for i in range(len(parts.workers))]
+    actors, nodes = parts.engines + parts.trainer.ranks + parts.workers, {}
+    for name, node in zip(names, await asyncio.gather(*[a.__ray_call__.remote(lambda self: ray.get_runtime_context().get_node_id()) for a in actors])):
+        nodes.setdefault(node[:6], []).append(name)
+    return "; ".join(f"node {node}: {', '.join(names)}" for node, names in nodes.items())
 
 
 GPUS = {"gloo": 0, "nccl": 1, "ipc": 0.5}                # of a rank or engine worker; ipc: engine and trainer share the one GPU
 
 
+def on_node(plan: Plan, i: int) -> dict:
+    """Options of the i-th actor of a kind: its GPUs say on which node it runs; where there are none, actors take the nodes in turn."""
+    if plan.transfer != "gloo" or len(plan.nodes) == 1:
+        return {}
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    alive = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(alive[i % len(alive)], soft=True)}
+
+
 def make_trainer(cfg: Config, plan: Plan) -> Trainer:
-    threads = {"env_vars": {"OMP_NUM_THREADS": str(max(1, plan.cores // cfg.trainer.trainers))}}
-    options = dict(num_cpus=0, num_gpus=GPUS[plan.transfer], runtime_env=threads)
+    threads = {"env_vars": {"OMP_NUM_THREADS": str(max(1, plan.cores * len(plan.nodes) // cfg.trainer.trainers))}}
+    options = [dict(num_cpus=0, num_gpus=GPUS[plan.transfer], runtime_env=threads) | on_node(plan, rank) for rank in range(cfg.trainer.trainers)]
     return Trainer(plan.model, replace(cfg.trainer, ref=plan.ref, critic=plan.critic), cfg.losses, plan.device, plan.dtype, cfg.steps, cfg.seed, options,
                    ref=cfg.reference, critic=ESTIMATORS[cfg.estimator].critic)
 
@@ -405,8 +488,12 @@ def make_pool(cfg: Config, parts: Parts, prompts: list[dict], first: int) -> Poo
     """The pool of a run that starts at version `first`; its groups go to the parts' workers and engines."""
     gen, P = cfg.generator, cfg.generator.prompts_per_step
     seed = None if gen.partial_rollout else cfg.seed     # when a publish comes decides the tokens anyway; and a CPU engine ends when it resumes a seeded request
+
+    async def run_group(n: int, prompt: dict) -> Group:
+        return (await parts.run_groups([(n, prompt)], n, gen.group_size, gen.temperature, seed, "train"))[0]
+
     return Pool(
-        PromptStream(prompts, cfg.seed), lambda n, prompt: parts.run_group(n, prompt, seed), P, gen.max_staleness, gen.order,
+        PromptStream(prompts, cfg.seed), run_group, P, gen.max_staleness, gen.order,
         min_rollouts=min(2, gen.group_size) if ESTIMATORS[cfg.estimator].groups else 1, band=gen.dynamic_filter,
         give_up_after=gen.give_up_rounds * P, version=first, wanted=(cfg.steps - first) * P)
 
@@ -414,13 +501,15 @@ def make_pool(cfg: Config, parts: Parts, prompts: list[dict], first: int) -> Poo
 async def start(cfg: Config, plan: Plan) -> Parts:
     """Start engines, trainers and agent workers at the same time; the first publish is up to the caller."""
     gen = cfg.generator
-    threads = 1 if plan.gpus else max(1, plan.cores // gen.engines)          # a GPU engine only prepares its steps on the CPU
+    threads = 1 if plan.device == "cuda" else max(1, plan.cores * len(plan.nodes) // gen.engines)   # a GPU engine only prepares its steps on the CPU
     engine_threads = {"env_vars": {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
-    engines = [Engine.options(num_cpus=0, num_gpus=GPUS[plan.transfer] * gen.engine_tp_size, max_concurrency=100_000, runtime_env=engine_threads)
-               .remote(plan.model, gen, plan.dtype, plan.transfer, plan.tie_word_embeddings) for _ in range(gen.engines)]
-    workers = [AgentWorker.options(num_cpus=0, max_concurrency=100_000).remote(plan.model, gen) for _ in range(gen.agent_workers)]
+    engines = [Engine.options(num_cpus=0, num_gpus=GPUS[plan.transfer] * gen.engine_tp_size, max_concurrency=100_000, runtime_env=engine_threads, **on_node(plan, i))
+               .remote(plan.model, gen, plan.dtype, plan.transfer, plan.tie_word_embeddings) for i in range(gen.engines)]
+    workers = [AgentWorker.options(num_cpus=0, max_concurrency=100_000, **on_node(plan, i)).remote(plan.model, gen) for i in range(gen.agent_workers)]
     parts = Parts(make_trainer(cfg, plan), engines, workers, plan, gen)
     await parts.start()
+    if len(plan.nodes) > 1:
+        console.print(await placement(parts), soft_wrap=True)
     return parts
 
 
@@ -429,9 +518,10 @@ async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log:
     """One training step, a phase a line. version = batches trained = publishes = what vLLM samples with."""
     trainer, clock, aggregation, method = parts.trainer, log.clock, AGGREGATIONS[cfg.losses.aggregation], ESTIMATORS[cfg.estimator]
     for version in range(first, cfg.steps):
-        with clock("generation", pool.waiting_for):
+        clock.take()                                                              # evals and checkpoints are no part of a step
+        async with clock("generation", partial(parts.waiting_for, pool)):
             groups = await parts.guarded(pool.take(cfg.generator.prompts_per_step), version)   # none started more than max_staleness publishes ago
-        with clock("train"):                                                      # meanwhile the pool's next groups are generated
+        async with clock("train", f"the trainer, step {version + 1}"):            # meanwhile the pool's next groups are generated
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             batch = collate(rollouts, aggregation, cfg.generator.temperature, cfg.trainer.minibatches, cfg.losses.mask_truncated, version)
             batch.rollout_rewards = shape_rewards(batch, cfg.estimation, cfg.generator.context_length)   # [R]
@@ -447,17 +537,20 @@ async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log:
                 metrics |= await trainer.update(batch, "value")
             if cfg.reference:
                 kl_scale = adapt_kl_scale(kl_scale, metrics["ref_kl"], len(rollouts), cfg.losses)
-        with clock("publish"):
-            if not cfg.generator.partial_rollout:
+        if not cfg.generator.partial_rollout:
+            async with clock("drain", partial(parts.waiting_for, pool)):
                 await pool.drained(parts.stalled)                                 # rollouts end under the weights they began with
+        async with clock("publish", f"version {version + 1} to be published"):
             await parts.publish(version + 1)                                      # from here on vLLM samples the new weights
         row = log.row(batch, groups, pool, metrics, parts.restarts)
         if due(cfg.eval_every, version + 1, cfg.steps):
-            row |= await evaluate(cfg, parts, held_out, version + 1)              # before the next publish: one version
-            await log.keep_best(row, trainer)
+            async with clock("eval", f"the eval of version {version + 1}"):       # before the next publish: one version
+                row |= await parts.guarded(evaluate(cfg, parts, held_out, version + 1), version + 1)
+                await log.keep_best(row, trainer)
         log.write(row)
         if due(cfg.checkpoint_every, version + 1, cfg.steps):
-            await log.checkpoint(version + 1, trainer, pool, kl_scale)
+            async with clock("checkpoint", f"checkpoint {version + 1} to be written"):
+                await log.checkpoint(version + 1, trainer, pool, kl_scale)
         pool.release(len(groups), version + 1)                                    # so many new prompts may start
 
 
@@ -473,7 +566,7 @@ async def evaluate(cfg: Config, parts: Parts, held_out: list[dict], version: int
     async def run(samples: int, temperature: float, name: str) -> list[Group]:
         numbered = list(enumerate(prompts))
         parted = [numbered[i::len(parts.engines)] for i in range(len(parts.engines))]     # each engine's share, whole: one call
-        calls = [parts.workers[i % len(parts.workers)].run_groups.remote(part, parts.engines[i], samples, temperature, cfg.seed + 1, f"{name}-{version}") for i, part in enumerate(parted)]
+        calls = [parts.run_groups(part, i, samples, temperature, cfg.seed + 1, f"{name}-{version}") for i, part in enumerate(parted)]
         return [group for part in await asyncio.gather(*calls) for group in part]
 
     def passes(group: Group) -> int:
@@ -509,29 +602,17 @@ async def consistency(cfg: Config, parts: Parts, sampled: list[Group], most: int
 
 # ---------------------------------------------------------------------------------------------------- what is written down
 class Clock:
-    """`with clock("train"):` adds the seconds of a phase; `take` hands them out and starts anew.
+    """`async with clock("train", what):` waits for `what`, and adds its seconds to that phase; `take` hands them out and starts anew."""
 
-    No wait is silent: after `patience` seconds, and again after as many, the terminal says what it waits for.
-    """
+    def __init__(self, deadline: float):
+        self.seconds, self.began, self.deadline = Counter(), time.monotonic(), deadline
 
-    def __init__(self, patience: float = 60.0):
-        self.seconds, self.began, self.patience = Counter(), time.monotonic(), patience
-
-    def __call__(self, phase: str, waiting_for: Callable[[], str] = str):
-        self.phase, self.waiting_for = phase, waiting_for
-        return self
-
-    def __enter__(self):
-        self.start = time.monotonic()
-        self.reminder = asyncio.get_running_loop().call_later(self.patience, self.remind)
-
-    def __exit__(self, *_):
-        self.reminder.cancel()
-        self.seconds[self.phase] += time.monotonic() - self.start
-
-    def remind(self) -> None:
-        console.print(f"[yellow]waiting {time.monotonic() - self.start:.0f} s for {self.phase}[/] {escape(self.waiting_for())}", soft_wrap=True)
-        self.reminder = asyncio.get_running_loop().call_later(self.patience, self.remind)
+    @asynccontextmanager
+    async def __call__(self, phase: str, what: str | Callable[[], Awaitable[str]]) -> AsyncIterator[None]:
+        start = time.monotonic()
+        async with waiting(what, self.deadline):
+            yield
+        self.seconds[phase] += time.monotonic() - start
 
     def take(self) -> dict[str, float]:
         now = time.monotonic()
@@ -546,13 +627,14 @@ class Log:
     COLUMNS = {                        # metric -> (heading, format) of the terminal's table
         "step": ("step", "{:.0f}"), "reward": ("reward", "{:.3f}"), "staleness_mean": ("stale", "{:.2f}"), "staleness_max": ("max stale", "{:.0f}"), "mismatch_kl": ("mismatch kl", "{:.1e}"),
         "ess_frac": ("ess", "{:.3f}"), "grad_norm": ("grad norm", "{:.2f}"), "tokens_per_second": ("tokens/s", "{:.0f}"),
-        "generation_seconds": ("generate s", "{:.2f}"), "train_seconds": ("train s", "{:.2f}"), "publish_seconds": ("publish s", "{:.2f}"),
+        "generation_seconds": ("generate s", "{:.2f}"), "train_seconds": ("train s", "{:.2f}"), "drain_seconds": ("drain s", "{:.2f}"),
+        "publish_seconds": ("publish s", "{:.2f}"),
         "step_seconds": ("step s", "{:.2f}")}
 
     def __init__(self, cfg: Config, directory: Path, first: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.cfg, self.directory, self.clock = cfg, directory, Clock()
+        self.cfg, self.directory, self.clock = cfg, directory, Clock(cfg.wait_timeout)
         (directory / "rollouts").mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(json.dumps(asdict(cfg), indent=1))
         metrics = directory / "metrics.jsonl"
@@ -594,14 +676,13 @@ class Log:
             to = self.live.console if self.live else console
             to.print(f"[bold]eval of version {row['eval/version']}[/], {row['eval/prompts']} held-out prompts: {shown}", soft_wrap=True)
             self.plot()
-        self.clock.take()                                                          # an eval is not part of the next step's time
 
     def row(self, batch: Batch, groups: list[Group], pool: Pool, metrics: dict, restarts: int) -> dict:
         """The metrics of one step; batch.version is that of the weights before it, the row carries the one after it."""
         response, version = batch.response_mask, batch.version
         staleness = version - batch.policy_versions[response]                       # [N] in publishes
         gap = (batch.old_logprobs - batch.behaviour_logprobs)[response][staleness == 0].abs()   # nats, where trainer and engine had the same weights
-        seconds = {"generation_seconds": 0.0, "train_seconds": 0.0, "publish_seconds": 0.0} | self.clock.take()
+        seconds = {"generation_seconds": 0.0, "train_seconds": 0.0, "drain_seconds": 0.0, "publish_seconds": 0.0} | self.clock.take()
         infos = [segments[-1].info for g in groups for segments in g.rollouts]
         rewards, tokens = batch.raw_rewards, int(response.sum())
         weight, squared = metrics.pop("mismatch_weight"), metrics.pop("mismatch_weight_squared")
@@ -643,7 +724,6 @@ class Log:
         await trainer.save(path, {"version": version, "kl_scale": kl_scale}, pool.state())
         for old in sorted(finished_checkpoints(self.directory))[: -self.cfg.keep_checkpoints]:
             shutil.rmtree(old)
-        self.clock.take()
 
     def plot(self) -> None:
         """reward.png: reward of every batch, its running mean, and the evals. staleness.png: age of the trained tokens."""
@@ -731,40 +811,41 @@ async def run(cfg: Config, plan: Plan, directory: Path) -> None:
     prompts, held_out, began = read_prompts(gen, "train"), read_prompts(gen, "eval"), time.monotonic()
     console.print(f"starting Ray, {gen.engines} vLLM engine(s), {cfg.trainer.trainers} trainer rank(s), {gen.agent_workers} agent worker(s)")
     with console.status("this takes half a minute to a minute on a CPU") if console.is_terminal else nullcontext():
-        start_ray(cfg.ray_address)
+        if cfg.ray_address is None:
+            start_ray(None)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)   # after ray.init, which sets its own
         parts, log = None, None
         try:
-            parts = await start(cfg, plan)
-            checkpoints = sorted(finished_checkpoints(directory)) if cfg.resume else []
-            saved, in_flight = await parts.trainer.load(checkpoints[-1].resolve()) if checkpoints else ({"version": 0, "kl_scale": 1.0}, None)
-            first = saved["version"]
-            await parts.publish(first)                                              # engines are synced before anything is sampled
+            async with waiting("engines, trainer ranks and agent workers to load", cfg.wait_timeout):
+                parts = await start(cfg, plan)
+                checkpoints = sorted(finished_checkpoints(directory)) if cfg.resume else []
+                saved, in_flight = await parts.trainer.load(checkpoints[-1].resolve()) if checkpoints else ({"version": 0, "kl_scale": 1.0}, None)
+                first = saved["version"]
+                await parts.publish(first)                                          # engines are synced before anything is sampled
         except BaseException:
             ray.shutdown()
             raise
     try:
         console.print(f"{directory}: ready after {time.monotonic() - began:.0f} s, starting from version {first}")
-        log = Log(cfg, directory, first)
+        log, watching = Log(cfg, directory, first), asyncio.ensure_future(parts.watch())
         if first == 0:
-            log.write({"step": 0, "version": 0} | await evaluate(cfg, parts, held_out, 0))
+            async with log.clock("eval", "the eval of version 0"):
+                log.write({"step": 0, "version": 0} | await parts.guarded(evaluate(cfg, parts, held_out, 0), 0))
         pool = make_pool(cfg, parts, prompts, first)
         if in_flight:
             pool.load_state(in_flight)
-        log.clock.take()
-        watching = asyncio.ensure_future(parts.watch())
         await loop(cfg, parts, pool, held_out, log, first, saved["kl_scale"])
         watching.cancel()
         pool.cancel()
-        await parts.trainer.export((directory / "hf").resolve())
-        finished = f"done: {directory}/ has reward.png, metrics.jsonl, tensorboard/, rollouts/, checkpoints/ and hf/ (for transformers and vLLM)"
+        async with waiting("the policy to be written to hf/", cfg.wait_timeout):
+            await parts.trainer.export((directory / "hf").resolve())
     finally:
         if log:
             log.plot()
             log.close()
         await asyncio.wait([asyncio.ensure_future(e.stop.remote()) for e in parts.engines], timeout=10)
         ray.shutdown()
-    console.print(finished)
+    console.print(f"done: {directory}/ has reward.png, staleness.png, metrics.jsonl, tensorboard/, rollouts/, checkpoints/, best/ and hf/ (transformers and vLLM load both)")
 
 
 def from_dict(cls, values: dict):
@@ -804,6 +885,8 @@ def main() -> int:
     try:
         cfg, directory = parse()
         quiet()
+        if cfg.ray_address:                               # what its nodes have decides the plan
+            start_ray(cfg.ray_address)
         plan = resolve(cfg)
         if cfg.dry_run:
             table = Table(show_header=False)
@@ -817,20 +900,22 @@ def main() -> int:
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error   # raised in an actor: without its traceback
         console.print(f"[bold red]error:[/] {escape(str(cause))}", soft_wrap=True)
         return 2
-    except ray.exceptions.RayActorError as error:
-        console.print(f"[bold red]error:[/] an engine, a trainer rank or an agent worker died: {escape(str(error))}\n"
-                      "Its log is in /tmp/ray/session_latest/logs. Go on from the last checkpoint with --resume.", soft_wrap=True)
-        return 1
-    except Exception as error:                            # a full disk, a trainer rank's own error, a fault of ours
-        (Path(directory) / "error.log").write_text(traceback.format_exc()) if directory.is_dir() else traceback.print_exc()
-        finished = sorted(finished_checkpoints(directory))
-        console.print(f"[bold red]error:[/] {type(error).__name__}: {escape((str(error).strip().splitlines() or [''])[-1])}\nThe whole of it is in {directory}/error.log. "
-                      + (f"Go on from version {int(finished[-1].name)} with --resume." if finished else "There is no checkpoint yet."), soft_wrap=True)
-        return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
-        finished = sorted(finished_checkpoints(directory))
-        console.print(f"[bold yellow]stopped[/]; {f'go on from version {int(finished[-1].name)} with --resume' if finished else 'there is no checkpoint yet'}")
+        console.print(f"[bold yellow]stopped.[/] {way_on(directory)}")
         return 130
+    except Exception as error:                            # a dead or stuck trainer rank, a full disk, a fault of ours
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "error.log").write_text(traceback.format_exc())
+        actor = "an engine, a trainer rank or an agent worker died, its log is in /tmp/ray/session_latest/logs. " if isinstance(error, ray.exceptions.RayActorError) else ""
+        console.print(f"[bold red]error:[/] {actor}{type(error).__name__}: {escape((str(error).strip().splitlines() or [''])[-1])}\n"
+                      f"The whole of it is in {directory}/error.log. {way_on(directory)}", soft_wrap=True)
+        return 1
+
+
+def way_on(directory: Path) -> str:
+    """How a run that ended early can go on."""
+    finished = sorted(finished_checkpoints(directory))
+    return f"Go on from version {int(finished[-1].name)} with --resume." if finished else "There is no checkpoint yet."
 
 
 if __name__ == "__main__":

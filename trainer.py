@@ -391,10 +391,10 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 class Trainer:
     """The policy as the loop sees it (and its reference and critic): logprobs, values, update, save, ...; every call is awaited."""
 
-    def __init__(self, model: str, cfg: TrainerConfig, loss: LossConfig, device: str, dtype: str, steps: int, seed: int, options: dict,
+    def __init__(self, model: str, cfg: TrainerConfig, loss: LossConfig, device: str, dtype: str, steps: int, seed: int, options: list[dict],
                  ref: bool = False, critic: bool = False):
         self.cfg, self.with_ref, self.with_critic = cfg, ref, critic
-        self.ranks = [Rank.options(**options).remote(rank, cfg.trainers, model, cfg, loss, device, dtype, steps, seed) for rank in range(cfg.trainers)]
+        self.ranks = [Rank.options(**own).remote(rank, cfg.trainers, model, cfg, loss, device, dtype, steps, seed) for rank, own in enumerate(options)]   # a rank's own
 
     async def _all(self, method: str, *args) -> list:
         return await asyncio.gather(*[getattr(rank, method).remote(*args) for rank in self.ranks])

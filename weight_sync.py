@@ -10,7 +10,8 @@ Sources: vllm.distributed.weight_transfer (vLLM 0.29); the pause-send-resume ord
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -245,25 +246,23 @@ def open_transfer(backend: str, rank: int, source: PolicySource, engines: list, 
     return WeightTransferTrainerFactory.trainer_init(info, client=EngineClient(engines, workers_per_engine), source=source)
 
 
-async def publish(trainer, engines: list, version: int, deadline: float = 600.0) -> None:
+async def publish(trainer, engines: list, version: int, waiting: Callable[[str], AbstractAsyncContextManager]) -> None:
     """Bring the trainer's weights to every engine as `version`: pause(keep), send, check coverage, relabel, resume.
 
     The label changes just before resume, when no token of the old weights can still arrive. Caches of the old weights
-    are dropped by the pause. Raises, engines left paused, RuntimeError when some engine parameter was not reached, and
-    TimeoutError after `deadline` seconds, naming what it waited for: vLLM's transfer itself never gives up.
+    are dropped by the pause. Raises RuntimeError, engines left paused, when some engine parameter was not reached.
+    `waiting(what)` is the caller's context around each wait: it says what is awaited, and raises when that takes too
+    long, for vLLM's transfer itself never gives up.
     """
-    phase = "the engines to pause"
-    try:
-        async with asyncio.timeout(deadline):
-            await asyncio.gather(*[e.pause.remote() for e in engines])
-            phase = "the weights to be sent and received"
-            await trainer.send_weights()
-            phase = "the engines to say what they received"
-            missing = {name for names in await asyncio.gather(*[e.missing_weights.remote() for e in engines]) for name in names}
-    except TimeoutError:
-        raise TimeoutError(f"Publishing version {version}: waited {deadline:.0f} s for {phase}. A rank or an engine is stuck or dead.") from None
+    async with waiting(f"the engines to pause for version {version}"):
+        await asyncio.gather(*[e.pause.remote() for e in engines])
+    async with waiting(f"the weights of version {version} to be sent and received"):
+        await trainer.send_weights()
+    async with waiting(f"the engines to say what they received of version {version}"):
+        missing = {name for names in await asyncio.gather(*[e.missing_weights.remote() for e in engines]) for name in names}
     if missing:
         raise RuntimeError(
             f"Publishing version {version} did not reach {len(missing)} engine parameters: {', '.join(sorted(missing)[:8])}. They would go on with "
             "other weights than the trainer's. Compare the names that weight_sync.PolicySource yields with the engine's model.")
-    await asyncio.gather(*[e.resume.remote(version) for e in engines])
+    async with waiting(f"the engines to resume with version {version}"):
+        await asyncio.gather(*[e.resume.remote(version) for e in engines])

@@ -90,7 +90,7 @@ async def main(cfg: Config) -> None:
     train, held_out = ([(render_prompt(tokenizer, p["messages"]), tokenizer.encode(p["label"]) + [tokenizer.eos_token_id]) for p in prompts(split)] for split in ("train", "eval"))
     start_ray(None)
     order = torch.Generator().manual_seed(cfg.seed)
-    options = dict(num_cpus=0, runtime_env={"env_vars": {"OMP_NUM_THREADS": str(os.cpu_count())}})
+    options = [dict(num_cpus=0, runtime_env={"env_vars": {"OMP_NUM_THREADS": str(os.cpu_count())}})]
     for rate, target in zip(cfg.rates, cfg.targets):
         training = TrainerConfig(learning_rate=rate, warmup_steps=20, decay="constant")
         trainer = Trainer(str(Path(cfg.out).resolve()), training, LossConfig(), "cpu", "float32", cfg.steps, cfg.seed, options)

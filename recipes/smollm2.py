@@ -68,7 +68,7 @@ async def warm_up(cfg: Config, model: str, out: Path) -> None:
     pairs = [(render_prompt(tokenizer, p["messages"]), tokenizer.encode(p["label"], add_special_tokens=False) + [tokenizer.eos_token_id]) for p in prompts("train")]
     start_ray(None)
     training = TrainerConfig(learning_rate=cfg.warm_rate, warmup_steps=2, decay="constant", tokens_per_microbatch=4096)
-    trainer = Trainer(model, training, LossConfig(), "cpu", "bfloat16", cfg.warm_steps, 0, dict(num_cpus=0, runtime_env={"env_vars": {"OMP_NUM_THREADS": str(os.cpu_count())}}))
+    trainer = Trainer(model, training, LossConfig(), "cpu", "bfloat16", cfg.warm_steps, 0, [dict(num_cpus=0, runtime_env={"env_vars": {"OMP_NUM_THREADS": str(os.cpu_count())}})])
     await trainer.start()
     order = torch.Generator().manual_seed(0)
     for step in range(1, cfg.warm_steps + 1):

@@ -66,14 +66,13 @@ def stack(cluster, hostile_model, loop):
     from generator import GeneratorConfig
     from train import Config, resolve, start
     from trainer import TrainerConfig
-    from weight_sync import publish
 
     cfg = Config(model=hostile_model, device="cpu", dtype="float32", generator=GeneratorConfig(agent=str(ROOT / "recipes/arithmetic.py"), temperature=0.7, prompts_per_step=4),
                  trainer=TrainerConfig(epochs=2, learning_rate=1e-3, warmup_steps=0, decay="constant"))
 
     async def begin():
         parts = await start(cfg, resolve(cfg))
-        await publish(parts.trainer, parts.engines, 0)
+        await parts.publish(0)
         return parts
 
     return cfg, loop.run_until_complete(begin())

@@ -516,11 +516,25 @@ class AgentRunner(Env):
 """
 
 
+CHAT_AGENT = """
+from agent import ChatAgent, Result
+
+class AgentRunner(ChatAgent):
+    async def run(self, ctx):
+        return Result(reward=1.0)
+"""
+
+
 def test_a_ten_line_agent_loads_and_plays(tmp_path):
     """The label is "hello", the answer decodes to "hello": reward 1."""
     (tmp_path / "echo.py").write_text(AGENT)
     module = load_agent(str(tmp_path / "echo.py"))
     assert play(module.AgentRunner(), Engine(answer(6, 7, 1)), {"prompt": "hello", "label": "hello"}).reward == 1.0
+
+
+def test_a_chat_agent_loads_too(tmp_path):
+    (tmp_path / "chat.py").write_text(CHAT_AGENT)
+    assert load_agent(str(tmp_path / "chat.py")).AgentRunner.__name__ == "AgentRunner"
 
 
 @pytest.mark.parametrize("file, source, words", [
@@ -530,6 +544,7 @@ def test_a_ten_line_agent_loads_and_plays(tmp_path):
     ("sync.py", AGENT.replace("async def", "def"), "step.*async def"),
     ("other.py", "class AgentRunner:\n    async def step(self, action): ...", "Env"),
     ("number.py", "AgentRunner = 3", "Env"),
+    ("blocking.py", CHAT_AGENT.replace("async def", "def"), "run.*async def"),
 ])
 def test_an_agent_module_that_cannot_work_is_refused_when_it_loads(tmp_path, file, source, words):
     """ValueError, with the path and what to change, before any engine starts."""

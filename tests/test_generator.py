@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from agent import Trajectory
 from generator import Batcher, GeneratorConfig, Group, Pool, PromptStream, Sampling, read_completion, read_prompts, rollout_seed
 from losses import AGGREGATIONS
+from recipes.arithmetic import prompts
 
 from conftest import TINY
 
@@ -523,3 +524,16 @@ def test_b14_every_kind_of_failing_rollout_is_dropped_counted_and_named_and_the_
     assert np.diff(two.response_mask.astype(int)).tolist().count(1) == 2       # two answers, one segment
     assert len(set(two.policy_versions[two.response_mask])) == 1 and two.policy_versions[two.response_mask][0] >= 0
     ray.kill(worker)
+
+
+def test_b15_256_rollouts_at_once_are_all_answered(stack, loop):
+    """Each group in a call of its own, all under way before the first answer: none is lost to a limit on connections or calls."""
+    cfg, parts = stack
+    calls = [parts.run_groups([(n, p)], 0, 8, 1.0, 0, "b15") for n, p in enumerate(prompts("train")[:32])]
+
+    async def all_at_once():
+        return await asyncio.gather(*calls)
+
+    groups = [g for part in loop.run_until_complete(all_at_once()) for g in part]
+    assert sum(len(g.rollouts) for g in groups) == 256 and not any(g.dropped for g in groups)
+    assert len({segments[0].rollout for g in groups for segments in g.rollouts}) == 256

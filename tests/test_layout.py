@@ -4,10 +4,11 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-ROOMS = {"agent", "generator", "estimators", "losses", "weight_sync", "trainer", "train"}
+ROOMS = {"agent", "chat_server", "generator", "estimators", "losses", "weight_sync", "trainer", "train"}
 ARROWS = {                             # module -> what of ours it may import, at its top or inside a function
     "agent": set(),
-    "generator": {"agent"},
+    "chat_server": {"agent"},
+    "generator": {"agent", "chat_server"},
     "estimators": {"agent"},
     "losses": set(),
     "weight_sync": set(),

@@ -1,10 +1,12 @@
 """Flags, plan and log by hand; the whole program as a user runs it: learning, killed and resumed, interrupted."""
 
+import asyncio
 import json
 import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +21,7 @@ from estimators import ESTIMATORS, EstimatorConfig
 from generator import GeneratorConfig
 from losses import LossConfig
 from recipes import arithmetic
-from train import Config, Log, Parts, check_shared_memory, finished_checkpoints, from_dict, make_pool, make_trainer, parse, read_rows, resolve
+from train import Config, Log, Parts, check_shared_memory, finished_checkpoints, from_dict, make_pool, make_trainer, parse, read_rows, resolve, waiting
 from train import loop as train_loop
 from trainer import TrainerConfig
 
@@ -107,6 +109,7 @@ def error_of(*flags: str, cwd: Path = ROOT) -> str:
     (lambda: resolve(Config(model="/nowhere")), "no config.json there"),
     (lambda: resolve(Config(losses=LossConfig(kl_coef=0.1), trainer=TrainerConfig(ref="no/such/model"))), "--ref no/such/model: no config.json there"),
     (lambda: resolve(Config(estimator="gae", trainer=TrainerConfig(critic="no/such/model"))), "--critic no/such/model: no config.json there"),
+    (lambda: resolve(Config(model=str(TINY), generator=GeneratorConfig(tool_parser="hermes"))), "read a ChatAgent's answers"),
     (lambda: resolve(Config(model=str(TINY), device="cuda")), "no usable NVIDIA GPU"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(context_length=4096))), "1024 positions"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(engine_tp_size=2))), "--engine-tp-size 2"),
@@ -184,6 +187,32 @@ def test_a_reference_of_another_vocabulary_is_refused(tmp_path):
     (tmp_path / "config.json").write_text((TINY / "config.json").read_text().replace('"vocab_size": 262', '"vocab_size": 999'))
     with pytest.raises(ValueError, match="vocabulary of 999"):
         resolve(Config(model=str(TINY), device="cpu", losses=LossConfig(kl_coef=0.1), trainer=TrainerConfig(ref=str(tmp_path))))
+
+
+# ---------------------------------------------------------------------------------------------------- waiting
+def test_a_wait_names_what_it_waits_for_and_ends_at_its_deadline(capsys):
+    """Patience 0.1 s, deadline 0.35 s: said at 0.1, 0.2 and 0.3 s, then TimeoutError with the same words; a shorter wait says nothing."""
+    async def what():
+        return "the moon"
+
+    async def scenario():
+        async with waiting(what, deadline=5, patience=5):
+            await asyncio.sleep(0.01)
+        async with waiting(what, deadline=0.35, patience=0.1):
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError, match="waited 0 s for the moon"):
+        asyncio.run(scenario())
+    assert capsys.readouterr().out.count("for the moon") == 3
+
+
+def test_a_timeout_from_inside_a_wait_keeps_its_own_words():
+    async def scenario():
+        async with waiting("the moon", deadline=5):
+            raise TimeoutError("of its own")
+
+    with pytest.raises(TimeoutError, match="^of its own$"):
+        asyncio.run(scenario())
 
 
 # ---------------------------------------------------------------------------------------------------- README
@@ -338,3 +367,35 @@ def test_an_interrupted_run_says_so_and_leaves_no_process(tmp_path, how):
     output = finish(run, 60)
     assert run.returncode == 130 and ("with --resume" in output) == bool(finished_checkpoints(tmp_path / "runs" / "cut")), output
     assert_nothing_left(marker, 120)
+
+
+@pytest.mark.long
+def test_a_run_on_two_ray_nodes_uses_both(tmp_path):
+    """Two Ray nodes on this machine, two engines, two trainer ranks: one of each on either node. Seeds decide the tokens of version 0, so
+    the first eval and the first step's reward are those of a private run with one engine and one rank."""
+    with socket.socket() as s:
+        s.bind(("", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    marker = f"nanomolt-nodes-{os.getpid()}"
+    environment = os.environ | {"MARKER": marker, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+    common = ["--num-cpus", "1", "--object-store-memory", "200000000", "--disable-usage-stats", "--block"]
+    ray_command = str(Path(sys.executable).parent / "ray")
+    nodes = [subprocess.Popen([ray_command, "start", "--head", "--port", address.split(":")[1], "--include-dashboard=false", *common], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)]
+    time.sleep(10)
+    nodes.append(subprocess.Popen([ray_command, "start", "--address", address, *common], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    time.sleep(10)
+    try:
+        run = [sys.executable, str(ROOT / "train.py"), *SMALL, "--steps", "3", "--engines", "2", "--trainers", "2"]
+        over = subprocess.run([*run, "--ray-address", address, "--name", "two"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+    finally:
+        for node in nodes:
+            node.terminate()
+    assert over.returncode == 0, over.stdout + over.stderr
+    placed = [set(re.findall(r"(?:engine|trainer rank) \d", part)) for part in re.search(r"^node .*$", over.stdout, re.M).group().split(";")]
+    assert sorted(placed, key=sorted) == [{"engine 0", "trainer rank 0"}, {"engine 1", "trainer rank 1"}]
+    assert_nothing_left(marker, 30)
+    alone = subprocess.run([sys.executable, str(ROOT / "train.py"), *SMALL, "--steps", "3", "--name", "one"], cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    two, one = (metrics(tmp_path / "runs" / name) for name in ("two", "one"))
+    assert [row["version"] for row in two] == [row["version"] for row in one] == [0, 1, 2, 3]
+    assert two[1]["reward"] == one[1]["reward"] and two[0]["eval/greedy"] == one[0]["eval/greedy"]

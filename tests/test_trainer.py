@@ -121,7 +121,7 @@ def test_the_memory_of_a_rank_by_hand():
 
 # ---------------------------------------------------------------------------------------------------- ranks
 def trainer_of(loop, cfg: TrainerConfig, loss: LossConfig = LossConfig(), model=TINY, dtype: str = "float32", **more) -> Trainer:
-    trainer = Trainer(str(model), cfg, loss, "cpu", dtype, steps=10, seed=0, options=dict(num_cpus=0, runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}}), **more)
+    trainer = Trainer(str(model), cfg, loss, "cpu", dtype, steps=10, seed=0, options=[dict(num_cpus=0, runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}})] * cfg.trainers, **more)
     loop.run_until_complete(trainer.start())
     return trainer
 

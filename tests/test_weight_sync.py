@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import types
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from estimators import collate, supervised_batch
 from generator import GeneratorConfig, Sampling
 from losses import AGGREGATIONS
 from recipes.arithmetic import prompts
-from train import Config, resolve, start
+from train import Config, resolve, start, waiting
 from trainer import TrainerConfig
 from weight_sync import PolicySource, Receiver, publish
 
@@ -59,18 +60,18 @@ def test_forward_consistency_over_publishes_and_after_a_real_update(stack, loop)
 
     async def scenario():
         version = 10
-        await publish(parts.trainer, parts.engines, version)
+        await parts.publish(version)
         before = await rollouts(cfg, parts, 20, "before")
         assert await gap(cfg, parts, before) <= 1e-4
         for _ in range(5):
             version += 1
-            await publish(parts.trainer, parts.engines, version)
+            await parts.publish(version)
         again = await rollouts(cfg, parts, 20, "again")
         assert await gap(cfg, parts, again) <= 1e-4
         assert {v for r in again for v in r[0].policy_versions[r[0].response_mask]} == {version}
         await update(cfg, parts, again)
         assert await gap(cfg, parts, again) > 1e-2                             # the trainer moved, the engine's tokens are the old weights'
-        await publish(parts.trainer, parts.engines, version + 1)
+        await parts.publish(version + 1)
         after = await rollouts(cfg, parts, 20, "after")
         assert await gap(cfg, parts, after) <= 1e-4
         assert {v for r in after for v in r[0].policy_versions[r[0].response_mask]} == {version + 1}
@@ -91,11 +92,11 @@ def test_b17_a_cached_prefix_of_the_old_weights_is_not_used_after_a_publish(stac
         return [[trajectory]]
 
     async def scenario():
-        await publish(parts.trainer, parts.engines, 20)
+        await parts.publish(20)
         first = await sample("first")
         assert await gap(cfg, parts, first) <= 1e-4 and await gap(cfg, parts, await sample("cached")) <= 1e-4
         await update(cfg, parts, await rollouts(cfg, parts, 8, "u"))
-        await publish(parts.trainer, parts.engines, 21)
+        await parts.publish(21)
         assert await gap(cfg, parts, await sample("second")) <= 1e-4
 
     loop.run_until_complete(scenario())
@@ -172,10 +173,10 @@ def test_a_publish_that_leaves_a_parameter_behind_fails_the_run_and_names_it(loo
 
     trainer = SimpleNamespace(send_weights=send)
     with pytest.raises(RuntimeError, match="version 3 did not reach 1 engine parameters: model.layers.1.qkv"):
-        loop.run_until_complete(publish(trainer, [actor(missing_weights=["model.layers.1.qkv"])], 3))
+        loop.run_until_complete(publish(trainer, [actor(missing_weights=["model.layers.1.qkv"])], 3, partial(waiting, deadline=5)))
     assert calls == ["pause", "send", "missing_weights"]
     calls.clear()
-    loop.run_until_complete(publish(trainer, [actor(missing_weights=[])], 3))
+    loop.run_until_complete(publish(trainer, [actor(missing_weights=[])], 3, partial(waiting, deadline=5)))
     assert calls == ["pause", "send", "missing_weights", "resume"]
 
 
@@ -189,8 +190,8 @@ def test_b19_a_publish_that_stalls_raises_within_its_deadline_and_says_what_it_w
         await asyncio.Event().wait()
 
     engine = SimpleNamespace(**{name: SimpleNamespace(remote=nothing) for name in ("pause", "missing_weights", "resume")})
-    with pytest.raises(TimeoutError, match="version 3: waited 0 s for the weights to be sent"):
-        loop.run_until_complete(publish(SimpleNamespace(send_weights=never), [engine], 3, deadline=0.05))
+    with pytest.raises(TimeoutError, match="waited 0 s for the weights of version 3 to be sent"):
+        loop.run_until_complete(publish(SimpleNamespace(send_weights=never), [engine], 3, partial(waiting, deadline=0.05)))
 
 
 @pytest.mark.long
@@ -209,7 +210,7 @@ def test_b18_b19_every_rank_and_engine_of_a_transfer_group_holds_the_published_w
     async def scenario():
         parts = await start(cfg, resolve(cfg))
         for version in range(4):
-            await asyncio.wait_for(publish(parts.trainer, parts.engines, version), 60)
+            await asyncio.wait_for(parts.publish(version), 60)
             for engine in range(engines):
                 sampled = await rollouts(cfg, parts, 8, f"v{version}", engine)
                 assert await gap(cfg, parts, sampled) <= 1e-4
@@ -238,7 +239,7 @@ def test_b16_a_rollout_that_straddles_a_publish_carries_both_versions_token_exac
 
     async def scenario():
         parts = await start(cfg, resolve(cfg))
-        await publish(parts.trainer, parts.engines, 0)
+        await parts.publish(0)
         await parts.trainer.export(tmp_path / "0")
         await parts.trainer.update(supervised_batch([([60, 61], [62, 63, 64])], AGGREGATIONS["token-mean"]), "sft")
         await parts.trainer.export(tmp_path / "1")
@@ -246,7 +247,7 @@ def test_b16_a_rollout_that_straddles_a_publish_carries_both_versions_token_exac
         await parts.engines[0].generate.remote([("warm", requests[0][1], 20, [])], [Sampling()])
         answers = asyncio.ensure_future(asyncio.wait_for(parts.engines[0].generate.remote(requests, [Sampling()] * 24), 120))
         await asyncio.sleep(0.4)
-        await publish(parts.trainer, parts.engines, 1)
+        await parts.publish(1)
         answers = await answers
         for actor in parts.engines + parts.workers + parts.trainer.ranks:
             ray.kill(actor)
