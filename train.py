@@ -637,6 +637,7 @@ class Log:
         self.cfg, self.directory, self.clock = cfg, directory, Clock(cfg.wait_timeout)
         (directory / "rollouts").mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(json.dumps(asdict(cfg), indent=1))
+        (directory / "error.log").unlink(missing_ok=True)                            # of an earlier start
         metrics = directory / "metrics.jsonl"
         self.rows = [row for row in read_rows(metrics) if row["step"] <= first]
         metrics.write_text("".join(json.dumps(row) + "\n" for row in self.rows))     # rows beyond the checkpoint will be made again
@@ -726,46 +727,12 @@ class Log:
             shutil.rmtree(old)
 
     def plot(self) -> None:
-        """reward.png: reward of every batch, its running mean, and the evals. staleness.png: age of the trained tokens."""
-        import matplotlib
+        from recipes.plot import plot                    # matplotlib takes a second to import
 
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        self.plot_staleness(plt)
-        figure, axes = plt.subplots(figsize=(7, 4), dpi=120)
-        steps = [r["step"] for r in self.rows if "reward" in r]
-        rewards = [r["reward"] for r in self.rows if "reward" in r]
-        axes.plot(steps, rewards, color="tab:blue", alpha=0.25, label="reward of the batch")
-        recent = [rewards[max(0, i - 9): i + 1] for i in range(len(rewards))]
-        axes.plot(steps, [sum(r) / len(r) for r in recent], color="tab:blue", label="mean of 10 batches")
-        evals = [(r["step"], r["eval/greedy"]) for r in self.rows if "eval/greedy" in r]
-        axes.plot(*zip(*evals), "o-", color="tab:orange", label="greedy pass rate, held out") if evals else None
-        axes.set(xlabel="step (batches trained)", ylabel="reward", title=f"{self.cfg.estimator}, {Path(self.cfg.model).name}, seed {self.cfg.seed}")
-        axes.grid(alpha=0.3)
-        axes.legend(loc="lower right")
-        figure.tight_layout()
-        figure.savefig(self.directory / "reward.png")
-        plt.close(figure)
-
-    def plot_staleness(self, plt) -> None:
-        rows = [r for r in self.rows if "reward" in r]
-        figure, (ages, effect) = plt.subplots(2, 1, figsize=(7, 5), dpi=120, sharex=True)
-        oldest = int(max((r["staleness_max"] for r in rows), default=0))
-        shares = [[r.get(f"age{age}/tokens", 0) / r["response_tokens"] for r in rows] for age in range(oldest + 1)]
-        ages.stackplot([r["step"] for r in rows], shares, labels=[f"{age} publishes old" for age in range(oldest + 1)])
-        ages.set(ylabel="share of tokens", ylim=(0, 1), title=f"Age of trained tokens, at most {self.cfg.generator.max_staleness}")
-        ages.legend(loc="lower right")
-        for name, heading in (("ess_frac", "effective sample size"), ("clip_frac", "clipped"), ("mismatch_cut_frac", "cut by the mismatch limits")):
-            effect.plot([r["step"] for r in rows], [r[name] for r in rows], label=heading)
-        effect.set(xlabel="step (batches trained)", ylabel="share", ylim=(-0.02, 1.02))
-        effect.legend(loc="center right")
-        effect.grid(alpha=0.3)
-        figure.tight_layout()
-        figure.savefig(self.directory / "staleness.png")
-        plt.close(figure)
+        plot(self.directory)
 
     def close(self) -> None:
+        self.plot()
         if self.live:
             self.live.stop()
         self.tensorboard.close()
@@ -841,7 +808,6 @@ async def run(cfg: Config, plan: Plan, directory: Path) -> None:
             await parts.trainer.export((directory / "hf").resolve())
     finally:
         if log:
-            log.plot()
             log.close()
         await asyncio.wait([asyncio.ensure_future(e.stop.remote()) for e in parts.engines], timeout=10)
         ray.shutdown()

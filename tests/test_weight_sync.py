@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import time
 import types
 from functools import partial
 
@@ -244,9 +245,12 @@ def test_b16_a_rollout_that_straddles_a_publish_carries_both_versions_token_exac
         await parts.trainer.update(supervised_batch([([60, 61], [62, 63, 64])], AGGREGATIONS["token-mean"]), "sft")
         await parts.trainer.export(tmp_path / "1")
         requests = [(f"long-{i}", np.asarray([261, 60 + i, 61], np.int32), 400, []) for i in range(24)]
-        await parts.engines[0].generate.remote([("warm", requests[0][1], 20, [])], [Sampling()])
+        for _ in range(2):                                 # the second, warm, says how long 40 tokens of each take
+            began = time.monotonic()
+            await parts.engines[0].generate.remote([(f"{name}-{began}", prompt, 40, stop) for name, prompt, _, stop in requests], [Sampling()] * 24)
+        seconds = time.monotonic() - began
         answers = asyncio.ensure_future(asyncio.wait_for(parts.engines[0].generate.remote(requests, [Sampling()] * 24), 120))
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(3 * seconds)                   # about 120 of 400 tokens
         await parts.publish(1)
         answers = await answers
         for actor in parts.engines + parts.workers + parts.trainer.ranks:
