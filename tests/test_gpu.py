@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -204,7 +205,7 @@ async def publishes(model: str, device: str, count: int = 20, in_flight: int = 6
     from estimators import collate
     from generator import GeneratorConfig, Sampling
     from losses import AGGREGATIONS
-    from train import Config, resolve, start
+    from train import Config, resolve, start, waiting
     from trainer import TrainerConfig
     from weight_sync import publish
 
@@ -234,7 +235,7 @@ async def publishes(model: str, device: str, count: int = 20, in_flight: int = 6
     print(f"ready after {ready:.0f} s", flush=True)
     seen = {"transfer": plan.transfer, "ready_seconds": ready, "gap_mean": [], "gap_max": [], "older_mean": [], "tokens": [], "publish_seconds": [], "straddling": 0}
     publish_began = time.monotonic()
-    await publish(trainer, parts.engines, 0)
+    await publish(trainer, parts.engines, 0, partial(waiting, deadline=120))
     seen["publish_seconds"].append(time.monotonic() - publish_began)
     samplers = [asyncio.ensure_future(keep_sampling()) for _ in range(in_flight)]
     for version in range(count + 1):
@@ -258,7 +259,7 @@ async def publishes(model: str, device: str, count: int = 20, in_flight: int = 6
             batch.advantages = batch.spread(torch.tensor([1.0, -1.0]).repeat(len(answers))[: len(answers)])
             await trainer.update(batch, "ppo")
             publish_began = time.monotonic()
-            await publish(trainer, parts.engines, version + 1)
+            await publish(trainer, parts.engines, version + 1, partial(waiting, deadline=120))
             seen["publish_seconds"].append(time.monotonic() - publish_began)
     stop = True
     seen["trainer_gpu"], seen["engine_gpu"] = await asyncio.gather(*[actor.__ray_call__.remote(lambda self: os.environ.get("CUDA_VISIBLE_DEVICES")) for actor in (trainer.ranks[0], engine)])
