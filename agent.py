@@ -88,6 +88,10 @@ class Result:
     max_tokens: int | None = None        # limit of the next answer, tokens; None = the run's --max-new-tokens
     stop: list[str] = field(default_factory=list)   # stop strings of the next answer
 
+    def __post_init__(self):
+        if not isinstance(self.info, dict):
+            raise TypeError(f"Result.info must be a dict, got {self.info!r:.100}. Its numbers become metrics.")
+
 
 class Env:
     """An agent whose loop we own. Override `step`; override `reset` and `close` when there is state.

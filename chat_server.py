@@ -5,8 +5,8 @@ into one `Chat` and one `Answer` back into the SDK's own types; a session turns 
 
 A request *extends* a segment at a mark, which stands behind each sampled answer: the tools are the mark's, the messages
 start with the mark's, each equal in what a wire can carry back (role, text, call ids, names and parsed arguments), and the
-template's render of the longer list starts with that of the shorter, or with what the engine saw and sampled up to there
-(some templates write the last answer in another way than those before it). Its prompt is then the ids the engine saw up
+template's render of the longer list starts with what the engine saw and sampled up to there, or with that of the shorter
+(some templates write a call, or the last answer, in another way). Its prompt is then the ids the engine saw up
 to the mark, the closing markup, and the new text; history is not tokenised again. Anything else is rendered whole: a new segment.
 Where the segment has grown beyond the mark (a fork), the ids up to the mark are observed ones of a new segment.
 So each sampled token is trained once, and every prompt is a prefix of its segment.
@@ -100,7 +100,7 @@ class Mark:
     segment: Trajectory
     length: int                        # ids of the segment up to here
     messages: list[dict]               # escaped; the last is the answer
-    closing: str                       # markup that the answer still needs
+    last: list[int]                    # the last sampled id: where it is markup, that markup is not written again
     seen: tuple[int, bytes]            # length and name of the text up to here: the prompt's, the sampled answer and its markup
 
 
@@ -127,18 +127,19 @@ class Fields:
 
 CHAT_FIELDS = Fields(
     read={"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options", "metadata"},
-    harmless={"user", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"},
+    harmless={"user", "store", "service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"},
     hints={"temperature", "top_p", "parallel_tool_calls", "reasoning_effort", "verbosity"},
     neutral={"n": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "logprobs": False, "top_logprobs": 0,
              "response_format": {"type": "text"}, "modalities": ["text"]})
 MESSAGES_FIELDS = Fields(
     read={"model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "metadata"},
-    harmless={"service_tier", "cache_control"},
+    harmless={"service_tier", "cache_control", "inference_geo", "user_profile_id", "workspace_id", "diagnostics"},
     hints={"temperature", "top_p", "thinking", "output_config", "context_management"},
-    neutral={"mcp_servers": []})
+    neutral={"mcp_servers": [], "speed": "standard"})
 RESPONSES_FIELDS = Fields(
     read={"model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "include", "text", "metadata"},
-    harmless={"user", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "stream_options"},
+    harmless={"user", "store", "service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "stream_options",
+              "client_metadata"},
     hints={"temperature", "top_p", "parallel_tool_calls", "reasoning"},
     neutral={"background": False, "top_logprobs": 0, "truncation": "disabled"})
 
@@ -277,6 +278,8 @@ def chat_message(m: dict, where: str) -> dict:
         return message | {"name": get(m, "name", str, ..., where)} if m.get("name") else message
     if role != "assistant":
         raise Refused(400, f"{where}role: want system, developer, user, assistant or tool, got {role!r:.100}.", f"{where}role")
+    if m.get("function_call") is not None:
+        raise Refused(400, f"{where}function_call is the form before tool_calls, which cannot be honoured. Use tools and tool_calls.", f"{where}function_call")
     calls = []
     for call in records(m, "tool_calls", MAX_TOOLS, []):
         f = get(call, "function", dict, ..., f"{where}tool_calls.")
@@ -287,7 +290,10 @@ def chat_message(m: dict, where: str) -> dict:
 
 def read_messages(body: dict) -> Chat:
     """Anthropic /v1/messages."""
-    return anthropic_chat(body, count(body, "max_tokens", ...))
+    chat = anthropic_chat(body, count(body, "max_tokens", ...))
+    if chat.messages and chat.messages[-1]["role"] == "assistant":
+        raise Refused(400, "messages: the last one is the assistant's. A prefilled answer cannot be honoured: every token of an answer is sampled.", "messages")
+    return chat
 
 
 def read_count(body: dict) -> Chat:
@@ -303,9 +309,9 @@ def anthropic_chat(body: dict, max_tokens: int | None) -> Chat:
     messages = system_message(body.get("system"))
     for i, m in enumerate(records(body, "messages", MAX_MESSAGES)):
         messages += anthropic_message(m, f"messages[{i}].")
-    if messages and messages[-1]["role"] == "assistant":
-        raise Refused(400, "messages: the last one is the assistant's. A prefilled answer cannot be honoured: every token of an answer is sampled.", "messages")
     tools, call_tools = tools_of(body, "input_schema")
+    if isinstance(body.get("tool_choice"), dict) and body["tool_choice"].get("disable_parallel_tool_use"):
+        hints["parallel_tool_calls"] = False
     return Chat(get(body, "model", str, ...), messages, tools, call_tools, max_tokens, stops_of(body, "stop_sequences"),
                 get(body, "stream", bool, False), True, hints, get(body, "metadata", dict, {}))
 
@@ -348,7 +354,8 @@ def anthropic_message(m: dict, where: str) -> list[dict]:
 
 def read_responses(body: dict) -> Chat:
     """OpenAI /v1/responses: the stateless subset that the OpenAI Agents SDK uses by default."""
-    hints = hints_of(body, RESPONSES_FIELDS)
+    hints, verbosity = hints_of(body, RESPONSES_FIELDS), get(body, "text", dict, {}).get("verbosity")
+    hints |= {"verbosity": verbosity} if verbosity is not None else {}
     kind = get(get(body, "text", dict, {}), "format", dict, {}, "text.").get("type", "text")
     if kind != "text":
         raise Refused(400, f"text.format {kind!r:.100} cannot be honoured: nothing is sampled under a grammar. Leave it out.", "text.format")
@@ -405,9 +412,18 @@ def name_of(part: Any, before: bytes = b"") -> bytes:
     return hashlib.blake2b(before + canonical(part).encode(), digest_size=16).digest()
 
 
+def as_javascript(value: Any) -> Any:
+    """Parsed JSON whose numbers are as a JavaScript client sends them back: 1.0 has become 1."""
+    if isinstance(value, list):
+        return [as_javascript(v) for v in value]
+    if isinstance(value, dict):
+        return {k: as_javascript(v) for k, v in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def name_after(before: bytes, message: dict) -> bytes:
     """Name of a conversation with one message more. Reasoning is no part of it: wires and clients often leave it out."""
-    return name_of({k: v for k, v in message.items() if k != "reasoning_content"}, before)
+    return name_of({k: as_javascript(v) for k, v in message.items() if k != "reasoning_content"}, before)
 
 
 @dataclass(frozen=True)
@@ -432,7 +448,7 @@ class Session:
         self.base_url, self.session_url = f"{server.url}/s/{self.id}/v1", f"{server.url}/s/{self.id}"
         self.answers: dict[bytes, asyncio.Task] = {}       # of each request so far, by its name
         self.segments: list[tuple[int, Trajectory]] = []   # with the turn that began it
-        self.marks: dict[bytes, Mark] = {}                 # by the name of the conversation up to there
+        self.marks: dict[bytes, list[Mark]] = {}           # by the name of the conversation up to there
         self.escaped: dict[bytes, Any] = {}                # messages and tools seen so far, ready for the template
         self.overflowed: list[Trajectory | None] = []      # segment that had no room for another answer; None: a new prompt that had none
         self.turns, self.closed = 0, False
@@ -452,9 +468,8 @@ class Session:
 
     def mark(self, talk: Conversation) -> Mark | None:
         """The last mark that the conversation passes. Reasoning that came back must be the sampled one; absent, it is no edit."""
-        for name in reversed(talk.names[1:]):
-            mark = self.marks.get(name)
-            if mark and all(m.get("reasoning_content") in (None, stored.get("reasoning_content")) for m, stored in zip(talk.messages, mark.messages)):
+        for mark in (mark for name in reversed(talk.names[1:]) for mark in reversed(self.marks.get(name, []))):
+            if all(m.get("reasoning_content") in (None, stored.get("reasoning_content")) for m, stored in zip(talk.messages, mark.messages)):
                 return mark
         return None
 
@@ -464,11 +479,11 @@ class Session:
         messages = mark.messages + talk.messages[len(mark.messages):] if mark else talk.messages
         text = self.server.render(messages, talk.tools, header=True)
         if mark:
-            shorter, (length, name) = self.server.render(mark.messages, talk.tools, header=False), mark.seen
-            begins = len(shorter) if text.startswith(shorter) else length if name_of(text[:length]) == name else 0
-            if begins:
-                new = tokenize(self.server.tokenizer, mark.closing + text[begins:])
-                return mark.segment.token_ids[: mark.length].tolist() + new, messages, text, mark
+            length, name = mark.seen
+            shorter = text[:length] if name_of(text[:length]) == name else self.server.render(mark.messages, talk.tools, header=False)
+            if text.startswith(shorter):
+                new = unsampled(self.server.tokenizer, self.server.closing + text[len(shorter):], mark.last)
+                return mark.segment.token_ids[: mark.length].tolist() + tokenize(self.server.tokenizer, new), messages, text, mark
         return tokenize(self.server.tokenizer, text), messages, text, None
 
     async def answer(self, chat: Chat) -> Answer:
@@ -506,12 +521,12 @@ class Session:
             raise Refused(500, f"The generation failed: {type(error).__name__}: {error}") from error
         whole = answer_text(self.server.tokenizer, completion)
         answer = self.server.read(chat, whole, completion, len(ids))
-        if len(sampled):
+        said = assistant(answer.text, answer.reasoning, [(c.id, c.name, c.arguments) for c in answer.calls])
+        name, messages, seen = name_after(talk.names[-1], said), messages + [self.ready(said)], text + self.ready(whole) + self.server.closing
+        if len(sampled):                                   # nothing that could fail comes after the commit
             segment = self.commit(turn, ids, sampled, mark)
             segment.truncated = completion.finish_reason == "length"
-            said = assistant(answer.text, answer.reasoning, [(c.id, c.name, c.arguments) for c in answer.calls])
-            closing, seen = unsampled(self.server.tokenizer, self.server.closing, sampled.token_ids), text + self.ready(whole) + self.server.closing
-            self.marks[name_after(talk.names[-1], said)] = Mark(segment, len(segment), messages + [self.ready(said)], closing, (len(seen), name_of(seen)))
+            self.marks.setdefault(name, []).append(Mark(segment, len(segment), messages, sampled.token_ids[-1:].tolist(), (len(seen), name_of(seen))))
         return answer
 
     def commit(self, turn: int, ids: list[int], sampled: Trajectory, mark: Mark | None) -> Trajectory:
@@ -847,6 +862,11 @@ class ChatServer:
             self.note("unreadable", f"vLLM's parser failed on an answer ({type(error).__name__}: {error}); it stays text")
             return None, text, ()
         calls = tuple(Call(c.id or f"call_{secrets.token_hex(12)}", c.name, c.arguments or "{}") for c in calls or ())
+        try:                                               # half a split emoji, a thousand brackets: JSON that cannot be carried
+            said = assistant("", None, [(c.id, c.name, c.arguments) for c in calls])
+            name_after(b"", said), escape(said, self.reserved)
+        except (UnicodeEncodeError, RecursionError):
+            return None, text, ()
         if not all(isinstance(parsed(c.arguments), dict) for c in calls):
             return None, text, ()
         return reasoning or None, content or "", calls

@@ -318,11 +318,11 @@ class AgentWorker:
         `name` makes request names unique; `seed` is the run's, from which every rollout's and turn's follows; None: not seeded.
         """
         batcher = Batcher(engine, together=self.chat is None and self.agent.max_turns == 1)
-        return await asyncio.gather(*[self._group(batcher, index, prompt, samples, temperature, seed, name) for index, prompt in prompts])
+        return await together([self._group(batcher, index, prompt, samples, temperature, seed, name) for index, prompt in prompts])
 
     async def _group(self, batcher: "Batcher", index: int, prompt: dict, samples: int, temperature: float, seed: int | None, name: str) -> Group:
         group = Group(index, prompt)
-        outcomes = await asyncio.gather(*[self._rollout(batcher, index, prompt, member, samples, temperature, seed, name) for member in range(samples)])
+        outcomes = await together([self._rollout(batcher, index, prompt, member, samples, temperature, seed, name) for member in range(samples)])
         self.places.pop(f"{name}-{index}", None)
         for segments, reason, error in outcomes:
             if reason is None:
@@ -416,6 +416,18 @@ class AgentWorker:
                 raise RuntimeError(f"the agent's run called {type(error).__name__}") from error
 
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self.agents))
+
+
+async def together(coroutines: list) -> list:
+    """Their results, in order; when one fails the others are ended before the error goes on."""
+    tasks = [asyncio.ensure_future(c) for c in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        raise
 
 
 class Batcher:

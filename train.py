@@ -291,6 +291,7 @@ class Parts:
         deaths = Counter()
         while True:
             while self.broken.is_set():                              # `mend` is at it, and has deadlines
+                self.stalled |= {n for n, _ in prompts}
                 await asyncio.sleep(0.1)
             worker, engine = self.workers[place % len(self.workers)], self.engines[place % len(self.engines)]
             call = worker.run_groups.remote(prompts, engine, samples, temperature, seed, name)
@@ -300,7 +301,8 @@ class Parts:
                     console.print(f"[yellow]{escape(note)}[/]", soft_wrap=True)
                 return groups
             except asyncio.CancelledError:
-                ray.cancel(call)
+                if ray.is_initialized():                             # else ray.cancel would start a Ray of its own
+                    ray.cancel(call)
                 raise
             except (ray.exceptions.RayActorError, EngineGone) as error:
                 of = "engine" if isinstance(error, ray.exceptions.RayTaskError) else "worker"      # raised inside the worker: it was the engine
@@ -312,7 +314,6 @@ class Parts:
                 elif deaths[of] == 3:
                     raise
                 else:
-                    self.stalled |= {n for n, _ in prompts}
                     self.broken.set()
 
     async def answers(self, worker, i: int) -> None:
@@ -357,13 +358,16 @@ class Parts:
     async def guarded(self, wanted: Coroutine, version: int):
         """Await `wanted`, and mend what breaks meanwhile; the trainer has the weights of `version` all the while."""
         task = asyncio.ensure_future(wanted)
-        while not task.done():
-            broke = asyncio.ensure_future(self.broken.wait())
-            await asyncio.wait({task, broke}, return_when=asyncio.FIRST_COMPLETED)
-            broke.cancel()
-            if self.broken.is_set() and not task.done():
-                await self.publish(version)
-        return task.result()
+        try:
+            while not task.done():
+                broke = asyncio.ensure_future(self.broken.wait())
+                await asyncio.wait({task, broke}, return_when=asyncio.FIRST_COMPLETED)
+                broke.cancel()
+                if self.broken.is_set() and not task.done():
+                    await self.publish(version)
+            return task.result()
+        finally:
+            task.cancel()
 
     async def publish(self, version: int) -> None:
         """weight_sync.publish to all engines, mended first where that is needed. If it fails, they may hold parts of two versions: all are restarted, and it is done again, twice at most."""
@@ -699,7 +703,7 @@ class Log:
         row |= {"logprob_gap_max": gap.max().item(), "logprob_gap_mean": gap.mean().item()} if len(gap) else {}
         row |= {f"age{age}/tokens": int(n) for age, n in enumerate(torch.bincount(staleness.long())) if n}
         for name in {k for info in infos for k, v in info.items() if isinstance(v, (int, float))}:
-            values = [info[name] for info in infos if name in info]
+            values = [info[name] for info in infos if isinstance(info.get(name), (int, float))]
             row[f"info/{name}"] = sum(values) / len(values)
         if batch.ref_logprobs is not None:
             row["kl_scale"] = batch.kl_scale
@@ -732,12 +736,15 @@ class Log:
         plot(self.directory)
 
     def close(self) -> None:
-        self.plot()
         if self.live:
             self.live.stop()
-        self.tensorboard.close()
-        if self.wandb:
-            self.wandb.finish()
+        try:
+            self.plot()
+            self.tensorboard.close()
+            if self.wandb:
+                self.wandb.finish()
+        except OSError as error:                         # a full disk may be why the run ends
+            console.print(f"[yellow]the last metrics and pictures could not be written:[/] {escape(str(error))}")
 
 
 def save_rollouts(path: Path, groups: list[Group], batch: Batch) -> None:
@@ -795,22 +802,29 @@ async def run(cfg: Config, plan: Plan, directory: Path) -> None:
     try:
         console.print(f"{directory}: ready after {time.monotonic() - began:.0f} s, starting from version {first}")
         log, watching = Log(cfg, directory, first), asyncio.ensure_future(parts.watch())
+        watching.add_done_callback(lambda task: task.cancelled() or console.print(f"[yellow]engines and workers are no longer watched:[/] {escape(repr(task.exception()))}"))
         if first == 0:
             async with log.clock("eval", "the eval of version 0"):
-                log.write({"step": 0, "version": 0} | await parts.guarded(evaluate(cfg, parts, held_out, 0), 0))
+                row = {"step": 0, "version": 0} | await parts.guarded(evaluate(cfg, parts, held_out, 0), 0)
+                await log.keep_best(row, parts.trainer)
+            log.write(row)
         pool = make_pool(cfg, parts, prompts, first)
         if in_flight:
             pool.load_state(in_flight)
+            pool.release(0, first)                                                  # as after the checkpoint: what is too old by now goes back in line
         await loop(cfg, parts, pool, held_out, log, first, saved["kl_scale"])
-        watching.cancel()
-        pool.cancel()
         async with waiting("the policy to be written to hf/", cfg.wait_timeout):
             await parts.trainer.export((directory / "hf").resolve())
     finally:
-        if log:
-            log.close()
-        await asyncio.wait([asyncio.ensure_future(e.stop.remote()) for e in parts.engines], timeout=10)
-        ray.shutdown()
+        try:
+            if log:
+                log.close()
+            rest = asyncio.all_tasks() - {asyncio.current_task()}                   # groups in flight, the watch: before Ray, which they use
+            for task in rest:
+                task.cancel()
+            await asyncio.wait([*rest, *[asyncio.ensure_future(e.stop.remote()) for e in parts.engines]], timeout=10)
+        finally:
+            ray.shutdown()
     console.print(f"done: {directory}/ has reward.png, staleness.png, metrics.jsonl, tensorboard/, rollouts/, checkpoints/, best/ and hf/ (transformers and vLLM load both)")
 
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import chat_server
-from agent import Budget
+from agent import Budget, render_delta
 from chat_server import ChatServer, Refused, read_chat, read_messages, read_responses
 
 from test_agent import CASES, FEEDBACK, HELLO, TEMPLATE, TOKENIZER, TOY, Answer, answer, ids_and_mask, toy_segment, toy_tokenizer
@@ -425,6 +425,54 @@ async def test_b04_length_wins_over_a_call_and_broken_calls_stay_text(hermes):
         reply, _ = await seated(hermes, said).say("chat", [user()], tools=TOOLS)
         assert (reply["choices"][0]["finish_reason"], len(reply["choices"][0]["message"].get("tool_calls", []))) == (finish, calls)
         assert calls or text_of(reply) == TOKENIZER.decode(said.token_ids[:-1] if finish == "stop" else said.token_ids)
+
+
+@pytest.mark.parametrize("argument", ['"\\ud83d"', "[" * 900 + "]" * 900])
+@wires
+@scenario
+async def test_a_call_that_no_wire_can_carry_stays_text_and_its_turn_is_one(wire, argument, hermes):
+    """Half of a split emoji's escape, 900 brackets: the policy's mistake is an answer like any other, and the same request again is a retry."""
+    table = seated(hermes, words(CALL.replace('"Paris"', argument)), answer(8, 1))
+    reply, _ = await table.say(wire, [user()], tools=tools_for(wire))
+    assert "<tool_call>" in text_of(reply)
+    assert (await table.say(wire, [user()], tools=tools_for(wire)))[0] == reply
+    assert len(table.engine.prompts) == 1 and len(table.close()) == 1
+
+
+@wires
+@scenario
+async def test_numbers_come_back_as_a_javascript_client_writes_them(wire, hermes):
+    """1.0 has become 1, 1e2 100: the same arguments as parsed JSON, so the same segment."""
+    said = words(CALL.replace('"Paris"', "[1.0, 1e2, -0.0, 1.5]"))
+    table = seated(hermes, said, answer(8, 1))
+    reply, messages = await table.say(wire, [user()], tools=tools_for(wire))
+    back = json.loads(json.dumps(messages[-1]).replace("1.0", "1").replace("100.0", "100").replace("1e2", "100").replace("-0.0", "0").replace("10, 100", "1, 100"))
+    call_id = {"chat": lambda: back["tool_calls"][0]["id"], "messages": lambda: back["content"][0]["id"], "responses": lambda: back["call_id"]}[wire]()
+    await table.say(wire, messages[:-1] + [back, tool_result(wire, "hello", call_id)], tools=tools_for(wire))
+    assert json.dumps(back) != json.dumps(messages[-1]) and len(table.close()) == 1
+
+
+@scenario
+async def test_a_stop_token_that_opens_the_next_turn_is_not_written_twice():
+    """As in GLM's template: no markup closes a turn, the next one's first token ends it, and the policy samples that token. Env and ChatAgent agree."""
+    template = "{% for m in messages %}<|im_end|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    tokenizer = toy_tokenizer(template)
+    table = Table(answer(8, 1), answer(8, 1), tokenizer=tokenizer)
+    _, messages = await table.say("chat", [user()])
+    await table.say("chat", messages + [user()])
+    first, second = table.engine.prompts
+    assert second == first + [8, 1] + render_delta(tokenizer, "hello", [8, 1]) == first + [8, 1, 8, 0]
+
+
+@pytest.mark.parametrize("echoed", [0, 1])
+@scenario
+async def test_two_answers_of_one_text_keep_their_own_reasoning(echoed):
+    """Best of 2: both are told "hello", one after "plan", one after "he". Either goes on behind its own ids when it comes back."""
+    table = Table(answer(9, 11, 10, 8, 1), answer(9, 6, 10, 8, 1), answer(8, 1), reasoning_parser="deepseek_r1")
+    replies = [(await table.say("chat", [user()], metadata={"n": n}))[0]["choices"][0]["message"] for n in "ab"]
+    assert [r["content"] for r in replies] == ["hello", "hello"] and replies[0]["reasoning_content"] != replies[1]["reasoning_content"]
+    await table.say("chat", [user(), replies[echoed], {"role": "tool", "content": "hello"}])
+    assert table.engine.prompts[2][:14] == HELLO + [[9, 11, 10, 8, 1], [9, 6, 10, 8, 1]][echoed] and len(table.close()) == 2
 
 
 @pytest.mark.parametrize("fields, called", [({}, False), ({"tools": TOOLS}, True), ({"tools": TOOLS, "tool_choice": "auto"}, True), ({"tools": TOOLS, "tool_choice": "none"}, False)])

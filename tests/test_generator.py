@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent import Trajectory
-from generator import Batcher, GeneratorConfig, Group, Pool, PromptStream, Sampling, read_completion, read_prompts, rollout_seed
+from generator import Batcher, GeneratorConfig, Group, Pool, PromptStream, Sampling, read_completion, read_prompts, rollout_seed, together
 from losses import AGGREGATIONS
 from recipes.arithmetic import prompts
 
@@ -255,6 +255,45 @@ async def test_a_resumed_pool_keeps_what_was_complete_and_issues_the_rest_first(
     assert script.started == [3, 4, 5]
     await script.finish(3)
     assert numbers(await taking) == [2, 3]
+
+
+@scenario
+async def test_a_resumed_pool_drops_what_was_complete_and_has_grown_too_old():
+    """In order of finish a checkpoint may hold a straggler that the release behind it drops: so does the resumed run, and issues its prompt again."""
+    first = Script()
+    pool = pool_of(first, 1, max_staleness=1, order="finished")
+    for version, ready in ((1, 1), (2, 2)):
+        taking = await begin(first, pool, 1)
+        await first.finish(ready)
+        await taking
+        if version == 1:
+            pool.release(1, version)
+    await first.finish(0)
+    state = pool.state()
+    pool.cancel()
+    script = Script()
+    resumed = pool_of(script, 1, max_staleness=1, order="finished", version=2)
+    resumed.load_state(state)
+    resumed.release(0, 2)
+    taking = await begin(script, resumed, 1)
+    await script.finish(*script.started[:1])
+    assert len(await taking) == 1 and resumed.dropped["stale_groups"] == 1 and sorted(script.started) == [0, 3]
+
+
+def test_what_runs_together_ends_together():
+    """One of three fails: the error comes when the others have ended, and nothing of them goes on."""
+    ended = []
+
+    async def one(n: int):
+        try:
+            await asyncio.sleep(0.02 if n == 0 else 60)
+            raise OSError("gone")
+        finally:
+            ended.append(n)
+
+    with pytest.raises(OSError, match="gone"):
+        asyncio.run(together([one(0), one(1), one(2)]))
+    assert sorted(ended) == [0, 1, 2]
 
 
 def test_n04_a_group_short_of_a_rollout_still_counts_each_rollout_once():

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -213,6 +214,30 @@ def test_a_timeout_from_inside_a_wait_keeps_its_own_words():
 
     with pytest.raises(TimeoutError, match="^of its own$"):
         asyncio.run(scenario())
+
+
+# ---------------------------------------------------------------------------------------------------- what breaks
+def test_a_group_whose_worker_dies_while_an_engine_is_broken_holds_up_no_drain():
+    """The worker dies first; when it is back an engine is broken, which only the publish behind the drain mends: the group counts as one that waits for an engine."""
+    class Worker:
+        def __init__(self):
+            self.run_groups, self.whereabouts = SimpleNamespace(remote=self.dies), SimpleNamespace(remote=self.answers)
+
+        async def dies(self, *_):
+            raise ray.exceptions.ActorDiedError()
+
+        async def answers(self, _):
+            parts.broken.set()
+
+    async def scenario():
+        global parts
+        parts = Parts(None, [None], [Worker()], None, GeneratorConfig())
+        running = asyncio.ensure_future(parts.run_groups([(7, {"prompt": "x"})], 7, 1, 1.0, None, "train"))
+        await asyncio.sleep(0.05)
+        running.cancel()
+        return parts.stalled
+
+    assert asyncio.run(scenario()) == {7}
 
 
 # ---------------------------------------------------------------------------------------------------- README
