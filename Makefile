@@ -11,10 +11,10 @@ RUN := $(VENV)/bin/python
 train: $(VENV)/.ready
 	$(RUN) train.py --estimator grpo
 
-test: $(VENV)/.ready
+test: $(VENV)/.clients
 	$(RUN) -m pytest -q -m "not long and not gpu" tests
 
-test-all: $(VENV)/.ready
+test-all: $(VENV)/.clients
 	$(RUN) -m pytest -q -m "not gpu" tests
 
 smollm2: $(VENV)/.ready
@@ -27,6 +27,11 @@ $(VENV)/.ready: $(REQUIREMENTS)
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install -q --disable-pip-version-check -r $(REQUIREMENTS)
 	@$(RUN) -c 'import torchvision' 2>/dev/null || $(RUN) -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+# Agent frameworks that the tests talk through; what is installed already satisfies them and stays as it is.
+$(VENV)/.clients: $(VENV)/.ready tests/clients.txt
+	$(RUN) -m pip install -q --disable-pip-version-check -r tests/clients.txt
 	@touch $@
 
 clean:

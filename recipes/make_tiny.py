@@ -58,13 +58,13 @@ def make_tokenizer():
     return tokenizer
 
 
-def make_model(tokenizer, hidden: int, layers: int, seed: int):
+def make_model(tokenizer, hidden: int, layers: int, seed: int, positions: int = 1024):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers,
-        num_attention_heads=hidden // 32, num_key_value_heads=hidden // 32, head_dim=32, max_position_embeddings=1024, rope_theta=10000.0, tie_word_embeddings=True,
+        num_attention_heads=hidden // 32, num_key_value_heads=hidden // 32, head_dim=32, max_position_embeddings=positions, rope_theta=10000.0, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype=torch.float32))
 
 

@@ -10,6 +10,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "recipes" / "tiny"
+CALLER = ROOT / "recipes" / "caller"
 
 
 def pytest_addoption(parser):
@@ -69,6 +70,23 @@ def stack(cluster, hostile_model, loop):
 
     cfg = Config(model=hostile_model, device="cpu", dtype="float32", generator=GeneratorConfig(agent=str(ROOT / "recipes/arithmetic.py"), temperature=0.7, prompts_per_step=4),
                  trainer=TrainerConfig(epochs=2, learning_rate=1e-3, warmup_steps=0, decay="constant"))
+
+    async def begin():
+        parts = await start(cfg, resolve(cfg))
+        await parts.publish(0)
+        return parts
+
+    return cfg, loop.run_until_complete(begin())
+
+
+@pytest.fixture(scope="session")
+def caller(cluster, loop):
+    """(cfg, parts): a running engine and agent worker of recipes/caller, which calls tools; version 0 published. Float32."""
+    from generator import GeneratorConfig
+    from train import Config, resolve, start
+
+    cfg = Config(model=str(CALLER), device="cpu", dtype="float32", generator=GeneratorConfig(
+        agent=str(ROOT / "recipes/chat_arithmetic.py"), tool_parser="hermes", context_length=4096, max_new_tokens=64, kv_cache_gb=0.25))
 
     async def begin():
         parts = await start(cfg, resolve(cfg))
