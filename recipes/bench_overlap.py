@@ -2,8 +2,8 @@
 
     python recipes/bench_overlap.py [-- any flag of train.py]      about 3 minutes
 
-The engine, the agent worker and the driver are pinned to core 0, the trainer to core 1, one thread each, in every measurement: on cores
-that both share, a step costs the sum of the two, whatever the order. Medians over --measured steps after --warm ones.
+The engine and the agent worker are pinned to core 0, the trainer and the driver, which batches for it, to core 1, one thread each, in every
+measurement: on cores that both share, a step costs the sum of the two, whatever the order. Medians over --measured steps after --warm ones.
 """
 
 import asyncio
@@ -38,11 +38,11 @@ class Bench:
 
 
 async def pin(parts: Parts) -> None:
-    """Everything that generates to core 0, everything that trains to core 1."""
+    """What generates to core 0; what trains, and the driver, which waits while it does, to core 1."""
     def to(core: int):
         return lambda self: [p.cpu_affinity([core]) for p in [psutil.Process(), *psutil.Process().children(recursive=True)]] and None
 
-    psutil.Process().cpu_affinity([0])
+    psutil.Process().cpu_affinity([1])
     await asyncio.gather(*[a.__ray_call__.remote(to(0)) for a in parts.engines + parts.workers], *[r.__ray_call__.remote(to(1)) for r in parts.trainer.ranks])
 
 
