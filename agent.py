@@ -8,8 +8,10 @@ Letters: T tokens of one segment. A *segment* is one unbroken id sequence; a rol
 Sources: the Env interface follows Gymnasium (https://gymnasium.farama.org); token-in/token-out is arXiv:2607.21653, section 3.
 """
 
+import functools
 import importlib.util
 import inspect
+import json
 import math
 import numbers
 import re
@@ -202,8 +204,13 @@ def render_prompt(tokenizer, observation: str | list[dict], tools: list | None =
     """
     if tokenizer.chat_template is None:
         return plain(tokenizer, observation)
-    messages, tools = escape([as_messages(observation), tools], reserved(tokenizer))
-    return tokenize(tokenizer, tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True))
+    return _rendered(tokenizer, tokenizer.chat_template, json.dumps([as_messages(observation), tools])).tolist()
+
+
+@functools.lru_cache(maxsize=64)         # the rollouts of a group have one prompt
+def _rendered(tokenizer, template: str, chat: str) -> np.ndarray:
+    messages, tools = escape(json.loads(chat), reserved(tokenizer))
+    return np.asarray(tokenize(tokenizer, tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True)), np.int32)
 
 
 ANSWER = "\ue002"   # stands for the assistant's text where only the markup around it is wanted
