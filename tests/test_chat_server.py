@@ -992,7 +992,7 @@ def fuzz(examples: int) -> None:
         assert sorted(run for segment in asyncio.run(send()) for run in runs(segment)) == sorted(dice.log)
 
     ten()
-    assert not server.sessions and min(codes.get(200, 0), codes.get(400, 0)) >= examples, codes      # at least a tenth each: both ways are tried
+    assert not server.sessions and min(codes.get(200, 0), codes.get(400, 0)) >= examples // 2, codes   # at least a twentieth each: both ways are tried
     assert sum(codes.values()) >= 10 * examples
 
 
