@@ -211,13 +211,16 @@ class Engine:
 
     @ray.method(concurrency_group="control")
     async def pause(self) -> None:
-        """Freeze what is in flight and drop the caches of the old weights."""
-        await self._control(self.llm.pause_generation(mode="keep", clear_cache=True))
+        """Freeze what is in flight and drop the caches of the old weights.
+
+        AsyncLLM.pause_generation would also sleep 20 ms, for old tokens to arrive: here the send lies between, and the label changes after it.
+        """
+        await self._control(self.llm.renderer.clear_mm_cache_async())
+        await self._control(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True))
 
     @ray.method(concurrency_group="control")
     async def resume(self, version: int) -> None:
         """From here on tokens are of `version`."""
-        await self._control(self.llm.update_weight_version(str(version)))
         self.version = version
         await self._control(self.llm.resume_generation())
 

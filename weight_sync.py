@@ -10,7 +10,7 @@ Sources: vllm.distributed.weight_transfer (vLLM 0.29); the pause-send-resume ord
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine, NCCLWeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-CHUNK = 64 << 20                       # bytes that a gloo worker receives before it loads them
+CHUNK = 64 << 20                       # bytes of one gloo broadcast, and of one call of load_weights
 SMALL = 1 << 20                        # tensors below this many elements travel in float32, whatever the engine holds them in
 
 
@@ -100,9 +100,12 @@ class GlooTrainer(NCCLTrainerWeightTransferEngine):
         return self
 
     def _broadcast(self, source, meta) -> None:
-        for _, tensor in self._checked_iter(source, meta) if self.is_sender else source:
-            if self.is_sender:
-                dist.broadcast(tensor, group_src=0, group=self.model_update_group)
+        if not self.is_sender:
+            for _ in source:                                  # each parameter is gathered by all ranks
+                pass
+            return
+        for chunk in chunks(self._checked_iter(source, meta), lambda pair: pair[1].nbytes):
+            dist.broadcast(torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in chunk]), group_src=0, group=self.model_update_group)
 
 
 class GlooWorker(NCCLWeightTransferEngine):
@@ -125,15 +128,24 @@ class GlooWorker(NCCLWeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info) -> None:
-        received, size = [], 0
-        for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes):
-            weight = torch.empty(shape, dtype=getattr(torch, dtype))
-            dist.broadcast(weight, group_src=0, group=self.model_update_group)
-            received, size = received + [(name, weight)], size + weight.nbytes
-            if size > CHUNK or len(received) == 64:           # each call of load_weights lists the whole model: a mixture has thousands of tensors
-                self.model.load_weights(received)
-                received, size = [], 0
-        self.model.load_weights(received)
+        expected = [torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for dtype, shape in zip(update_info.dtype_names, update_info.shapes)]
+        for chunk in chunks(zip(update_info.names, expected), lambda pair: pair[1].nbytes):
+            packed = torch.empty(sum(t.nbytes for _, t in chunk), dtype=torch.uint8)
+            dist.broadcast(packed, group_src=0, group=self.model_update_group)
+            parts = packed.split([t.nbytes for _, t in chunk])
+            self.model.load_weights([(name, part.clone().view(t.dtype).view(t.shape)) for (name, t), part in zip(chunk, parts)])
+
+
+def chunks(items: Iterable, size: Callable) -> Iterator[list]:
+    """Items in runs of CHUNK bytes or a little more; both ends cut alike. A broadcast, or a call of load_weights, of each tensor would cost most of a publish."""
+    chunk, total = [], 0
+    for item in items:
+        chunk, total = chunk + [item], total + size(item)
+        if total > CHUNK:
+            yield chunk
+            chunk, total = [], 0
+    if chunk:
+        yield chunk
 
 
 WeightTransferEngineFactory.register_engine("gloo", GlooWorker)

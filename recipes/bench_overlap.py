@@ -2,11 +2,12 @@
 
     python recipes/bench_overlap.py [-- any flag of train.py]      about 3 minutes
 
-The engine and the agent worker are pinned to core 0, the trainer and the driver, which batches for it, to core 1, one thread each, in every
-measurement: on cores that both share, a step costs the sum of the two, whatever the order. Medians over --measured steps after --warm ones.
+The trainer is pinned to core 1, the driver, the engine and the agent worker to core 0, one thread each, in every measurement (Ray's own processes run
+where there is room): on cores that both share, a step costs the sum of the two, whatever the order. Medians over --measured steps after --warm ones.
 """
 
 import asyncio
+import os
 import statistics
 import sys
 import tempfile
@@ -37,13 +38,19 @@ class Bench:
     flags: Annotated[tuple[str, ...], tyro.conf.Positional] = ()   # flags of train.py, behind --
 
 
-async def pin(parts: Parts) -> None:
-    """What generates to core 0; what trains, and the driver, which waits while it does, to core 1."""
-    def to(core: int):
-        return lambda self: [p.cpu_affinity([core]) for p in [psutil.Process(), *psutil.Process().children(recursive=True)]] and None
+def to_core(core: int) -> None:
+    """Pin this process and its children, threads that run already too."""
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, {core})
 
-    psutil.Process().cpu_affinity([1])
-    await asyncio.gather(*[a.__ray_call__.remote(to(0)) for a in parts.engines + parts.workers], *[r.__ray_call__.remote(to(1)) for r in parts.trainer.ranks])
+
+async def pin(parts: Parts) -> None:
+    """The trainer to core 1; the driver, engines and agent workers to core 0."""
+    for thread in psutil.Process().threads():                        # not its children: Ray's own processes run where there is room
+        os.sched_setaffinity(thread.id, {0})
+    await asyncio.gather(*[a.__ray_call__.remote(lambda self: to_core(0)) for a in parts.engines + parts.workers],
+                         *[r.__ray_call__.remote(lambda self: to_core(1)) for r in parts.trainer.ranks])
 
 
 async def generation(cfg: Config, parts: Parts, bench: Bench) -> tuple[float, list]:
