@@ -42,13 +42,16 @@ class Trajectory:
     reward: float | None = None
     truncated: bool = False            # the last answer hit a token limit, or the context was full
     info: dict[str, Any] = field(default_factory=dict)
+    routed_experts: Any = None         # [C, layers, k] experts that a mixture's engine chose for tokens 0..C-1; a Ray reference to it once the rollout has ended; None: not told
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def extend(self, token_ids, logprobs=None, policy_versions=None) -> None:
+    def extend(self, token_ids, logprobs=None, policy_versions=None, routed_experts=None) -> None:
         """Append tokens. With logprobs and policy_versions they were *sampled*; without, they were *observed*.
 
+        `routed_experts` come with sampled tokens and are those of the whole sequence so far but its last token, which the
+        engine had not read yet: [len(self) + n - 1, layers, k]. A position keeps the first ones told of it.
         Raises ValueError when the three lengths differ or a logprob is missing (None, NaN) or positive infinite.
         """
         token_ids = np.asarray(token_ids, dtype=np.int32).reshape(-1)
@@ -68,6 +71,10 @@ class Trajectory:
                 raise ValueError(
                     f"Rollout {self.rollout}: the logprob of sampled token {where} (id {token_ids[where]}) is missing or not a number. "
                     "A token without its behaviour logprob cannot be trained; check what the engine returned.")
+        if routed_experts is not None:
+            assert len(routed_experts) == len(self) + n - 1, f"experts of {len(routed_experts)} tokens for a sequence of {len(self)} + {n}"
+            told = routed_experts[:0] if self.routed_experts is None else self.routed_experts
+            self.routed_experts = np.concatenate([told, routed_experts[len(told):]])
         self.token_ids = np.concatenate([self.token_ids, token_ids])
         self.response_mask = np.concatenate([self.response_mask, np.full(n, sampled)])
         self.behaviour_logprobs = np.concatenate([self.behaviour_logprobs, logprobs if sampled else np.zeros(n, np.float32)])
@@ -281,7 +288,7 @@ async def run_episode(env: Env, prompt: dict, tokenizer, generate: Generate, bud
                 break
             limit = min(x for x in (room, max_tokens or budget.max_new_tokens) if x)
             completion = await generate(trajectory.token_ids, max_tokens=limit, stop=stop, turn=turn)
-            trajectory.extend(completion.token_ids, completion.logprobs, completion.policy_versions)
+            trajectory.extend(completion.token_ids, completion.logprobs, completion.policy_versions, completion.routed_experts)
             trajectory.truncated = completion.finish_reason == "length"
             result = await env.step(answer_text(tokenizer, completion))
             if not isinstance(result, Result):

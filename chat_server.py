@@ -517,6 +517,7 @@ class Session:
             completion = await self.generate(np.asarray(ids, np.int32), max_tokens=limit, stop=chat.stop, turn=turn)
             sampled = Trajectory(self.rollout, self.group)
             sampled.extend(completion.token_ids, completion.logprobs, completion.policy_versions)
+            sampled.routed_experts = completion.routed_experts     # of the prompt too
         except Exception as error:
             raise Refused(500, f"The generation failed: {type(error).__name__}: {error}") from error
         whole = answer_text(self.server.tokenizer, completion)
@@ -538,7 +539,7 @@ class Session:
             segment = Trajectory(self.rollout, self.group)
             segment.extend(ids)
             self.segments.append((turn, segment))
-        segment.extend(sampled.token_ids, sampled.behaviour_logprobs, sampled.policy_versions)
+        segment.extend(sampled.token_ids, sampled.behaviour_logprobs, sampled.policy_versions, sampled.routed_experts)
         return segment
 
     def close(self) -> list[Trajectory]:

@@ -49,6 +49,7 @@ class Batch:
     values: Tensor | None = None       # [B, T] V_t, the critic's view before this update of what token t and all later ones will earn
     advantages: Tensor | None = None   # [B, T]
     returns: Tensor | None = None      # [B, T] what the critic learns to predict
+    routed_experts: list | None = None  # [B] of each row None, or [C, layers, k] (or a Ray reference to it): experts that the engine chose for its first C tokens
     kl_scale: float = 1.0              # factor on both KL coefficients, moved by losses.adapt_kl_scale
 
     def spread(self, per_rollout: Tensor) -> Tensor:
@@ -109,7 +110,8 @@ def collate(rollouts: list[list[Trajectory]], aggregation: Callable, temperature
         token_ids=pad("token_ids", torch.int32), response_mask=response_mask,
         behaviour_logprobs=pad("behaviour_logprobs", torch.get_default_dtype()), policy_versions=pad("policy_versions", torch.int32, -1),
         lengths=lengths, rollout=rollout, position=position,
-        raw_rewards=rewards, rollout_rewards=rewards, rollout_group=group, truncated=truncated, loss_weight=loss_weight, minibatch=minibatch, version=version, temperature=temperature)
+        raw_rewards=rewards, rollout_rewards=rewards, rollout_group=group, truncated=truncated, loss_weight=loss_weight, minibatch=minibatch, version=version, temperature=temperature,
+        routed_experts=[s.routed_experts for s in rows] if any(s.routed_experts is not None for s in rows) else None)
 
 
 def supervised_batch(pairs: list[tuple[list[int], list[int]]], aggregation: Callable) -> Batch:

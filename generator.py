@@ -47,6 +47,7 @@ class GeneratorConfig:
     temperature: float = 1.0           # sampling temperature in training; the trainer divides its logits by it
     tool_parser: str | None = None     # vLLM's parser of a ChatAgent's tool calls (hermes, qwen3_coder, llama3_json, ...); None = calls stay text
     reasoning_parser: str | None = None   # vLLM's parser of a ChatAgent's reasoning (qwen3, deepseek_r1, ...); None = it stays in the text
+    routing_replay: Literal["auto", "on", "off"] = "auto"   # a mixture's trainer takes the experts that the engine chose for each token; auto: on a GPU, whose engine can tell them
     engines: int = 1                   # E, vLLM engines; a rollout stays on one
     engine_tp_size: int = 1            # GPUs of one engine (tensor parallel)
     agent_workers: int = 1             # W, processes that run agents
@@ -108,10 +109,16 @@ class Completion:
     policy_versions: np.ndarray        # int32
     finish_reason: str                 # "stop" or "length"
     stop_reason: int | str | None = None   # a stop string, or a stop token that is not the eos
+    routed_experts: np.ndarray | None = None   # [prompt + n - 1, layers, k] experts of every token but the last, int8 or int16; None: not told
 
 
-def read_completion(token_ids: list[int], rows: list[dict], versions: list[int], finish_reason: str, stop_reason: int | str | None, name: str) -> Completion:
-    """vLLM's tokens and logprob rows -> Completion; raises ValueError, naming the request, when a sampled token has no logprob."""
+def read_completion(token_ids: list[int], rows: list[dict], versions: list[int], finish_reason: str, stop_reason: int | str | None, name: str,
+                    routed_experts: np.ndarray | None = None, prompt: int = 0) -> Completion:
+    """vLLM's tokens and logprob rows -> Completion; raises ValueError, naming the request, when a sampled token has no logprob.
+
+    So it does when experts are told, but not those of every token of prompt (a number of tokens) and answer but the last:
+    which token a row is of would be a guess. Layers count as in the model; a dense one has zeros.
+    """
     if len(rows) != len(token_ids):
         raise ValueError(f"vLLM returned {len(rows)} logprobs for {len(token_ids)} sampled tokens ({name}). "
                          "Every sampled token needs its behaviour logprob; check SamplingParams.logprobs in generator.py.")
@@ -120,9 +127,14 @@ def read_completion(token_ids: list[int], rows: list[dict], versions: list[int],
         raise ValueError(f"vLLM returned no logprob for sampled token {absent[0]} ({name}); check logprobs_mode in generator.py.")
     if finish_reason not in ("stop", "length"):
         raise ValueError(f"vLLM ended {name} with {finish_reason!r} after {len(token_ids)} tokens: that is no end of an answer, so the rollout cannot be used.")
+    if routed_experts is not None:
+        if len(routed_experts) != prompt + len(token_ids) - 1:
+            raise ValueError(f"vLLM told the experts of {len(routed_experts)} tokens ({name}), which has {prompt} + {len(token_ids)}: want one row for each but the last. "
+                             "Use --routing-replay off.")
+        routed_experts = routed_experts.astype(np.int8 if routed_experts.max() < 128 else np.int16)     # signed: the trainer marks what is not known by -1
     return Completion(
         np.asarray(token_ids, np.int32), np.asarray([row[t].logprob for t, row in zip(token_ids, rows)], np.float32),
-        np.asarray(versions, np.int32), finish_reason, stop_reason)
+        np.asarray(versions, np.int32), finish_reason, stop_reason, routed_experts)
 
 
 class EngineGone(RuntimeError):
@@ -152,19 +164,24 @@ class Engine:
         import psutil
         from vllm import AsyncEngineArgs
         from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
 
         for process in psutil.process_iter():
             if process.pid in orphans and "VLLM" in process.name():
                 process.kill()
         self.loop = asyncio.get_running_loop()
+        replay = self.cfg.routing_replay == "on"
+        self.output_kind = RequestOutputKind.FINAL_ONLY
+        if self.cfg.partial_rollout:                               # tokens as they come, to label them: all of them each time where deltas that vLLM joins would lose the experts
+            self.output_kind = RequestOutputKind.CUMULATIVE if replay else RequestOutputKind.DELTA
         cpu = {"enforce_eager": True, "kv_cache_memory_bytes": int(self.cfg.kv_cache_gb * 2**30), "distributed_executor_backend": "uni"}
         gpu = {"gpu_memory_utilization": self.cfg.gpu_share(self.transfer == "ipc"), "tensor_parallel_size": self.cfg.engine_tp_size, "enforce_eager": self.cfg.enforce_eager}
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
             model=self.model, dtype=self.dtype, load_format="dummy", max_model_len=self.cfg.context_length, max_num_seqs=self.cfg.max_num_seqs,
             max_num_batched_tokens=self.cfg.max_num_batched_tokens, enable_chunked_prefill=False, enable_prefix_caching=True,
             block_size=32 if self.transfer == "gloo" else None, logprobs_mode="processed_logprobs", disable_log_stats=True,
-            worker_extension_cls="weight_sync.Receiver",
+            worker_extension_cls="weight_sync.Receiver", enable_return_routed_experts=replay,
             hf_overrides={"tie_word_embeddings": False} if self.untie else {},
             weight_transfer_config=WeightTransferConfig(backend=self.transfer), **(cpu if self.transfer == "gloo" else gpu)))
         await self.llm.collective_rpc("watch_weights")
@@ -183,19 +200,22 @@ class Engine:
         params = SamplingParams(
             n=1, temperature=sampling.temperature, top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
             repetition_penalty=1.0, seed=sampling.seed, max_tokens=max_tokens, min_tokens=0, stop=stop or None, ignore_eos=False, logprobs=0,
-            detokenize=bool(stop), skip_special_tokens=False, include_stop_str_in_output=True, output_kind=RequestOutputKind.DELTA if self.cfg.partial_rollout else RequestOutputKind.FINAL_ONLY)
+            detokenize=bool(stop), skip_special_tokens=False, include_stop_str_in_output=True, output_kind=self.output_kind)
         ids, rows, versions = [], [], []
         try:
             async for output in self.llm.generate({"prompt_token_ids": token_ids.tolist()}, params, request_id=name):
-                answer = output.outputs[0]                         # all of it, or the tokens since the last one
-                ids += answer.token_ids
-                rows += answer.logprobs or []
-                versions += [self.version] * len(answer.token_ids)
+                answer = output.outputs[0]                         # the tokens since the last one, or all of it
+                if self.output_kind == RequestOutputKind.DELTA:
+                    ids += answer.token_ids
+                    rows += answer.logprobs or []
+                else:
+                    ids, rows = answer.token_ids, answer.logprobs or []
+                versions += [self.version] * (len(ids) - len(versions))
         except Exception:
             if self.llm.errored:                                   # vLLM's own process died: so does this actor, everyone learns it, and Ray restarts it
                 os._exit(1)
             raise
-        return read_completion(ids, rows, versions, answer.finish_reason, answer.stop_reason, name)
+        return read_completion(ids, rows, versions, answer.finish_reason, answer.stop_reason, name, answer.routed_experts, len(output.prompt_token_ids))
 
     async def _control(self, coroutine):
         """Run on the loop that vLLM's client lives on: control calls arrive on another one."""
@@ -370,6 +390,9 @@ class AgentWorker:
             return None, "prompt_too_long" if segments[0].truncated else "empty", None
         if segments[0].reward is None:
             return None, "unscored", None
+        for segment in segments:
+            if segment.routed_experts is not None:         # the largest array of a rollout: it goes from here to the trainer, not through the driver
+                segment.routed_experts = ray.put(segment.routed_experts)
         return segments, None, None
 
     async def _converse(self, prompt: dict, generate, temperature: float, rollout: int, index: int) -> list[Trajectory]:

@@ -133,6 +133,8 @@ class Plan:
     cores: int                         # of one node
     parameters: int
     tie_word_embeddings: bool
+    experts: bool                      # a mixture of experts
+    replay: bool                       # whose trainer takes the experts that the engine chose
     rank_gb: float                     # memory a lone trainer rank needs at most
 
     def rows(self, cfg: Config) -> list[tuple[str, str]]:
@@ -146,7 +148,7 @@ class Plan:
             ("trainers", f"{train.trainers} FSDP2 ranks, {self.parameters * 16 / gb / train.trainers:.3f} GB each (master, gradient, two moments)"
                          + (f", reference {self.parameters * 4 / gb / train.trainers:.3f} GB if as large" if cfg.reference else "")
                          + (f", critic {self.parameters * 16 / gb / train.trainers:.3f} GB if as large" if ESTIMATORS[cfg.estimator].critic else "")),
-        ] + [("memory", f"of the GPU {gen.gpu_share(True):.0%} are the engine's; the trainer needs at most {self.rank_gb:.1f} GB")] * (self.transfer == "ipc") + [
+        ] + [("routing", "the engine's choice of experts is replayed in the trainer" if self.replay else "engine and trainer choose experts each for itself")] * self.experts + [("memory", f"of the GPU {gen.gpu_share(True):.0%} are the engine's; the trainer needs at most {self.rank_gb:.1f} GB")] * (self.transfer == "ipc") + [
             ("agents", f"{gen.agent_workers} workers of {gen.agent}"),
             ("transfer", f"{self.transfer}, group of {1 + gen.engines * gen.engine_tp_size}"),
             ("step", f"{gen.prompts_per_step} prompts x {gen.group_size} rollouts, {train.optimizer_steps} optimizer steps; "
@@ -187,14 +189,20 @@ def resolve(cfg: Config) -> Plan:
     if gen.context_length > limit:
         raise ValueError(f"--context-length {gen.context_length} is more than the {limit} positions of {cfg.model}; lower it.")
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        sizes = {name: p.numel() for name, p in AutoModelForCausalLM.from_config(config).named_parameters()}
+    parameters, experts = sum(sizes.values()), any(".experts." in name for name in sizes)
+    if gen.routing_replay == "on" and not experts:
+        raise ValueError(f"--routing-replay on: {cfg.model} is no mixture of experts, so there are no routes. Leave it out.")
+    if gen.routing_replay == "on" and device == "cpu":
+        raise ValueError("--routing-replay on: vLLM's CPU engine does not tell which experts it chose. Leave it out; in float32 engine and trainer seldom choose differently.")
     dtype = ("bfloat16" if device == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
     transfer = "gloo" if device == "cpu" else "ipc" if shared else "nccl"
     cores = len(os.sched_getaffinity(0))
     rank_gb = rank_memory(parameters, config, cfg.trainer, cfg.reference, ESTIMATORS[cfg.estimator].critic)
     if shared and cfg.ray_address is None:               # the GPU of a cluster may be another machine's
         check_shared_memory(*gpu_memory(), gen.gpu_share(True), rank_gb, parameters)
-    return Plan(model, ref, critic, device, dtype, transfer, nodes if device == "cuda" else (0,) * len(nodes), cores, parameters, bool(config.tie_word_embeddings), rank_gb)
+    return Plan(model, ref, critic, device, dtype, transfer, nodes if device == "cuda" else (0,) * len(nodes), cores, parameters, bool(config.tie_word_embeddings),
+                experts, experts and device == "cuda" and gen.routing_replay != "off", rank_gb)
 
 
 def gpu_memory() -> tuple[float, float]:
@@ -485,7 +493,7 @@ def make_trainer(cfg: Config, plan: Plan) -> Trainer:
     threads = {"env_vars": {"OMP_NUM_THREADS": str(max(1, plan.cores * len(plan.nodes) // cfg.trainer.trainers))}}
     options = [dict(num_cpus=0, num_gpus=GPUS[plan.transfer], runtime_env=threads) | on_node(plan, rank) for rank in range(cfg.trainer.trainers)]
     return Trainer(plan.model, replace(cfg.trainer, ref=plan.ref, critic=plan.critic), cfg.losses, plan.device, plan.dtype, cfg.steps, cfg.seed, options,
-                   ref=cfg.reference, critic=ESTIMATORS[cfg.estimator].critic)
+                   ref=cfg.reference, critic=ESTIMATORS[cfg.estimator].critic, replay=plan.replay)
 
 
 def make_pool(cfg: Config, parts: Parts, prompts: list[dict], first: int) -> Pool:
@@ -504,7 +512,7 @@ def make_pool(cfg: Config, parts: Parts, prompts: list[dict], first: int) -> Poo
 
 async def start(cfg: Config, plan: Plan) -> Parts:
     """Start engines, trainers and agent workers at the same time; the first publish is up to the caller."""
-    gen = cfg.generator
+    gen = replace(cfg.generator, routing_replay="on" if plan.replay else "off")
     threads = 1 if plan.device == "cuda" else max(1, plan.cores * len(plan.nodes) // gen.engines)   # a GPU engine only prepares its steps on the CPU
     engine_threads = {"env_vars": {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
     engines = [Engine.options(num_cpus=0, num_gpus=GPUS[plan.transfer] * gen.engine_tp_size, max_concurrency=100_000, runtime_env=engine_threads, **on_node(plan, i))

@@ -12,8 +12,11 @@ import asyncio
 import json
 import os
 import pickle
+import re
 import shutil
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -92,9 +95,11 @@ def take_rows(batch: Batch, rows: list[int]) -> Batch:
         value = getattr(batch, f.name)
         if isinstance(value, Tensor) and f.name not in PER_ROLLOUT:
             value = value[rows, :longest] if value.dim() == 2 else value[rows]
+        elif isinstance(value, list):
+            value = [value[row] for row in rows]
         cut[f.name] = value
     small = Batch(**cut)
-    return replace(small, response_mask=torch.zeros_like(small.response_mask), loss_weight=torch.zeros_like(small.loss_weight)) if idle else small
+    return replace(small, response_mask=torch.zeros_like(small.response_mask), loss_weight=torch.zeros_like(small.loss_weight), routed_experts=None) if idle else small
 
 
 # ---------------------------------------------------------------------------------------------------- forward
@@ -133,6 +138,96 @@ def forward_values(model, batch: Batch, device: torch.device) -> Tensor:
     token_ids, first = head_columns(batch, device)                                 # [b, t]
     values = model(input_ids=token_ids, use_cache=False).logits[..., 0].float()    # [b, t]
     return align(values[:, first - 1: -1], first)                                  # [b, t]
+
+
+# ---------------------------------------------------------------------------------------------------- routing replay
+class Replay:
+    """Says which experts a gate takes: those recorded for a token, or, where there are none, those it has just chosen.
+
+    A gate of AutoModel asks the `apply` of its `router_replay` and weighs the experts it is told by its own scores, so that
+    gradient flows into it as ever (arXiv:2510.11370). AutoModel's RouterReplay would take a -1 for an index, and drives all
+    models of the process, reference included.
+    """
+
+    recorded: Tensor | None = None     # [n, k] experts of the n tokens of the forward, -1 = none; None = no replay
+    tokens: Tensor | float = 0.0       # that had a record in the last forward
+    differing: Tensor | float = 0.0    # share of their recorded experts that the gate itself would not have taken, summed over these tokens
+
+    def apply(self, chosen: Tensor) -> Tensor:
+        """Experts that the gate chose, [n, k] -> experts that it takes, [n, k]."""
+        if self.recorded is None:
+            return chosen
+        if self.recorded.shape != chosen.shape:
+            raise ValueError(f"The engine told {list(self.recorded.shape)} experts (tokens, top-k) and the trainer's gate chooses {list(chosen.shape)}. Use --routing-replay off.")
+        known = self.recorded >= 0                                                 # [n, k]
+        missed = known & (self.recorded[:, :, None] != chosen[:, None]).all(-1)    # [n, k]
+        self.tokens, self.differing = known[:, 0].sum(), missed.float().mean(-1).sum()
+        return torch.where(known, self.recorded, chosen)                           # [n, k]
+
+
+def replay_handles(model) -> dict[int, Replay]:
+    """A Replay on each gate of `model`, by the number of its layer among all layers, dense ones included. Raises ValueError where there is no gate."""
+    gates = {int(re.search(r"\.(\d+)\.", name)[1]): gate for name, gate in model.named_modules() if hasattr(gate, "router_replay") and "mtp" not in name}
+    if not gates:
+        raise ValueError(f"--routing-replay: {type(model).__name__} has none of AutoModel's gates, so its experts cannot be chosen for it. Use --routing-replay off.")
+    for gate in gates.values():
+        gate.router_replay = Replay()
+    return {layer: gate.router_replay for layer, gate in gates.items()}
+
+
+@contextmanager
+def replaying(handles: dict[int, Replay], batch: Batch, device: torch.device) -> Iterator[None]:
+    """Forward passes over the batch take its recorded experts. It must last until after the backward, which runs checkpointed layers again."""
+    recorded = recorded_experts(batch) if handles and batch.routed_experts else None                 # [b, t, layers, k]
+    if recorded is not None:
+        if recorded.shape[2] <= max(handles):
+            raise ValueError(f"The engine told the experts of {recorded.shape[2]} layers; the trainer's model has a gate in layer {max(handles)}. Use --routing-replay off.")
+        recorded = recorded.to(device).flatten(0, 1)                               # [b * t, layers, k]
+        for layer, handle in handles.items():
+            handle.recorded = recorded[:, layer].long()                            # [b * t, k]
+    try:
+        yield
+    finally:
+        for handle in handles.values():
+            handle.recorded, handle.tokens, handle.differing = None, 0.0, 0.0
+
+
+def route_metrics(handles: dict[int, Replay], batch: Batch) -> dict[str, tuple]:
+    """Of the last forward, each as (sum, count) over tokens and layers: share of tokens with recorded experts, and share of these experts that the gates would not have taken."""
+    tokens, differing = (sum(getattr(h, name) for h in handles.values()) for name in ("tokens", "differing"))
+    return {"route_recorded_frac": (tokens, int(batch.lengths.sum()) * len(handles)), "route_differs_frac": (differing, tokens)}
+
+
+def recorded_experts(batch: Batch) -> Tensor | None:
+    """[b, t, layers, k] int16, -1 where none are known: padding, a row's last token, a record that is lost. None when no row has any."""
+    rows = [fetch(record) for record in batch.routed_experts]
+    shapes = {row.shape[1:] for row in rows if row is not None}
+    if not shapes:
+        return None
+    out = torch.full((*batch.token_ids.shape, *shapes.pop()), -1, dtype=torch.int16)
+    for i, row in enumerate(rows):
+        if row is not None:
+            out[i, : len(row)] = torch.tensor(row)
+    return out
+
+
+def fetch(record):
+    """The array that a Ray reference stands for; None when it was lost with the agent worker that put it. Anything else as it is."""
+    try:
+        return ray.get(record) if isinstance(record, ray.ObjectRef) else record
+    except ray.exceptions.ObjectLostError:
+        return None
+
+
+def store(record):
+    return ray.put(record)
+
+
+class WholePickler(pickle.Pickler):
+    """Writes what a Ray reference stands for, since the reference ends with the run; loaded, it lies in the object store of the new one."""
+
+    def reducer_override(self, value):
+        return (store, (fetch(value),)) if isinstance(value, ray.ObjectRef) else NotImplemented
 
 
 # ---------------------------------------------------------------------------------------------------- model
@@ -177,7 +272,10 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, activation_c
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
     assert all(p.dtype == torch.float32 for p in model.parameters()), "master weights must be float32"
-    return model.train(activation_checkpointing)      # else as in eval: dropout would make the forward another model's
+    model.train(activation_checkpointing)      # else as in eval: dropout would make the forward another model's
+    for gate in (m for m in model.modules() if hasattr(m, "router_replay")):
+        gate.eval()                            # AutoModel's gates add a loss of their own in train mode, for balance
+    return model
 
 
 def rank_memory(parameters: int, config, cfg: TrainerConfig, ref: bool, critic: bool) -> float:
@@ -252,7 +350,7 @@ class Rank:
             s.bind(("", 0))
             return ray.util.get_node_ip_address(), s.getsockname()[1]
 
-    def start(self, address: str, port: int, ref: bool, critic: bool) -> int:
+    def start(self, address: str, port: int, ref: bool, critic: bool, replay: bool = False) -> int:
         """Join the process group, load and shard; returns the number of parameters of the policy."""
         import torch.distributed as dist
 
@@ -263,6 +361,7 @@ class Rank:
         torch.manual_seed(self.seed)                             # the critic's new head is the same on every rank
         cfg, recompute = self.cfg, self.cfg.activation_checkpointing
         self.model = load_model(self.path, self.dtype, self.device, recompute)
+        self.replays = replay_handles(self.model) if replay else {}
         self.policy = Learner(self.model, cfg.learning_rate, cfg, self.steps)
         self.ref = load_model(cfg.ref or self.path, self.dtype, self.device).eval() if ref else None
         value_model = load_model(cfg.critic or self.path, self.dtype, self.device, recompute, critic=True) if critic else None
@@ -277,8 +376,11 @@ class Rank:
             small = take_rows(batch, rows)
             if what == "values":
                 numbers = forward_values(self.critic.model, small, self.device)
+            elif what == "ref_logprobs":
+                numbers, _ = forward(self.ref, small, self.device)
             else:
-                numbers, _ = forward(self.ref if what == "ref_logprobs" else self.model, small, self.device)
+                with replaying(self.replays, small, self.device):
+                    numbers, _ = forward(self.model, small, self.device)
             out.append(numbers.cpu() * small.response_mask)
         return out
 
@@ -292,13 +394,15 @@ class Rank:
         for microbatches in plan * self.cfg.epochs:
             for rows in microbatches:
                 small = take_rows(batch, rows)
-                if kind == "value":
-                    values = forward_values(learner.model, small, self.device)
-                    loss, seen = critic_step_loss(values, to_device(small, self.device), self.loss)
-                else:
-                    logprobs, entropy = forward(learner.model, small, self.device, entropy=bool(self.loss.entropy_coef))
-                    loss, seen = step_loss(logprobs, entropy, to_device(small, self.device), self.loss, kind)
-                (loss * self.world).backward()                 # FSDP2 takes the mean over ranks, the loss is a sum over them
+                with replaying({} if kind == "value" else self.replays, small, self.device):
+                    if kind == "value":
+                        values = forward_values(learner.model, small, self.device)
+                        loss, seen = critic_step_loss(values, to_device(small, self.device), self.loss)
+                    else:
+                        logprobs, entropy = forward(learner.model, small, self.device, entropy=bool(self.loss.entropy_coef))
+                        loss, seen = step_loss(logprobs, entropy, to_device(small, self.device), self.loss, kind)
+                        seen |= route_metrics(self.replays, small) if self.replays and rows else {}
+                    (loss * self.world).backward()             # FSDP2 takes the mean over ranks, the loss is a sum over them
                 metrics[prefix + "loss"][0] += float(loss.detach())
                 for name, (total, count) in seen.items():
                     metrics[name][0] += float(total)
@@ -392,8 +496,8 @@ class Trainer:
     """The policy as the loop sees it (and its reference and critic): logprobs, values, update, save, ...; every call is awaited."""
 
     def __init__(self, model: str, cfg: TrainerConfig, loss: LossConfig, device: str, dtype: str, steps: int, seed: int, options: list[dict],
-                 ref: bool = False, critic: bool = False):
-        self.cfg, self.with_ref, self.with_critic = cfg, ref, critic
+                 ref: bool = False, critic: bool = False, replay: bool = False):
+        self.cfg, self.with_ref, self.with_critic, self.with_replay = cfg, ref, critic, replay
         self.ranks = [Rank.options(**own).remote(rank, cfg.trainers, model, cfg, loss, device, dtype, steps, seed) for rank, own in enumerate(options)]   # a rank's own
 
     async def _all(self, method: str, *args) -> list:
@@ -402,7 +506,7 @@ class Trainer:
     async def start(self) -> int:
         """Load everywhere; returns the number of parameters."""
         self.address, port = await self.ranks[0].address.remote()
-        return (await self._all("start", self.address, port, self.with_ref, self.with_critic))[0]
+        return (await self._all("start", self.address, port, self.with_ref, self.with_critic, self.with_replay))[0]
 
     async def logprobs(self, batch: Batch) -> Tensor:
         """log p of every response token under the current policy, [B, T], nats; 0 elsewhere."""
@@ -450,7 +554,8 @@ class Trainer:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         await self._all("save", str(unfinished / "trainer"))
-        (unfinished / "pool.pkl").write_bytes(pickle.dumps(pool))
+        with (unfinished / "pool.pkl").open("wb") as file:
+            await asyncio.to_thread(WholePickler(file).dump, pool)                 # it may wait for what references stand for
         (unfinished / "run.json").write_text(json.dumps(extra, indent=1))
         shutil.rmtree(path, ignore_errors=True)
         unfinished.rename(path)

@@ -77,10 +77,16 @@ class Answer:
     policy_versions: list
     finish_reason: str = "stop"
     stop_reason: str | int | None = None
+    routed_experts: np.ndarray | None = None
 
 
 def answer(*ids, finish="stop", stop=None, version=0) -> Answer:
     return Answer(list(ids), [-0.5 * (k + 1) for k in range(len(ids))], [version] * len(ids), finish, stop)
+
+
+def told(turn: int, tokens: int) -> np.ndarray:
+    """Experts as the engine tells them in a turn that ends with `tokens` tokens, [tokens - 1, 1, 2]: [position, turn] of each."""
+    return np.array([[[position, turn]] for position in range(tokens - 1)], np.int16)
 
 
 class Engine:
@@ -200,6 +206,31 @@ def test_a_trajectory_is_the_concatenation_of_what_it_was_given(pieces):
         logprobs, versions = logprobs + (new[1] if sampled else [0] * len(tokens)), versions + (new[2] if sampled else [-1] * len(tokens))
     assert ids_and_mask(trajectory) == (ids, mask)
     assert (trajectory.behaviour_logprobs.tolist(), trajectory.policy_versions.tolist()) == (logprobs, versions)
+
+
+def test_n20_the_token_at_a_turn_boundary_gets_its_experts_from_the_next_turn():
+    """Case n20: of 4 + 2 tokens turn 1 tells 5; of all 9 turn 2 tells 8, the sixth for the first time; the last token has none."""
+    case, trajectory = CASES["n20"], Trajectory(rollout=1, group=0)
+    trajectory.extend(range(case["given"]["turn1"]["prompt_tokens"]))
+    for turn in case["given"]["turn1"], case["given"]["turn2"]:
+        trajectory.extend(range(turn.get("feedback_tokens", 0)))
+        n = turn["sampled_tokens"]
+        trajectory.extend(range(n), [-1.0] * n, [0] * n, np.array(turn["rows"])[:, None])
+    assert trajectory.routed_experts[:, 0].tolist() + [[-1, -1]] == case["expect"]["rows_by_position"] and len(trajectory) == 9
+
+
+@few
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=5))
+def test_a_position_keeps_the_first_experts_told_of_it(turns):
+    """Turns of (observed, sampled) tokens. Oracle: a dictionary that is written to only where it has nothing."""
+    trajectory, first = Trajectory(rollout=1, group=0), {}
+    for turn, (observed, sampled) in enumerate(turns):
+        trajectory.extend([5] * observed)
+        experts = told(turn, len(trajectory) + sampled)
+        trajectory.extend([6] * sampled, [-1.0] * sampled, [0] * sampled, experts)
+        for position, row in enumerate(experts.tolist()):
+            first.setdefault(position, row)
+    assert trajectory.routed_experts.tolist() == [first[p] for p in range(len(trajectory) - 1)]
 
 
 # ---------------------------------------------------------------------------------------------------- text to ids
@@ -339,6 +370,14 @@ def test_logprobs_and_versions_are_the_ones_reported():
     assert trajectory.policy_versions.tolist() == [-1] * 9 + [3, 3] + [-1] * 11 + [4, 4]
     assert trajectory.behaviour_logprobs.tolist() == [0] * 9 + [-0.5, -1.0] + [0] * 11 + [-0.5, -1.0]
     assert not trajectory.truncated                     # the last answer was whole
+
+
+def test_experts_are_those_the_engine_told_of_each_position():
+    """9 + 3 tokens, 10 of feedback, 2 sampled: turn 0 tells of positions 0..10, turn 1 of the rest but the last."""
+    answers = answer(6, 7, 1), answer(8, 1)
+    answers[0].routed_experts, answers[1].routed_experts = told(0, 12), told(1, 24)
+    trajectory = play(Scene(GO_ON, Result()), Engine(*answers))
+    assert len(trajectory) == 24 and trajectory.routed_experts[:, 0].tolist() == [[p, int(p > 10)] for p in range(23)]
 
 
 def test_the_action_is_text_and_the_ids_keep_the_stop():

@@ -18,7 +18,7 @@ import chat_server
 from agent import Budget, render_delta
 from chat_server import ChatServer, Refused, read_chat, read_messages, read_responses
 
-from test_agent import CASES, FEEDBACK, HELLO, TEMPLATE, TOKENIZER, TOY, Answer, answer, ids_and_mask, toy_segment, toy_tokenizer
+from test_agent import CASES, FEEDBACK, HELLO, TEMPLATE, TOKENIZER, TOY, Answer, answer, ids_and_mask, told, toy_segment, toy_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>{"name": "look", "arguments": {"city": "Paris"}}</tool_call>'
@@ -161,6 +161,20 @@ async def test_b04_what_ended_an_answer_is_trained_and_what_was_missing_is_not(s
     await table.say(wire, messages + [user()])
     n = len(sampled.token_ids)
     assert table.close() == [(HELLO + sampled.token_ids + closing + FEEDBACK + [8, 1], [0] * 9 + [1] * n + [0] * (len(closing) + 10) + [1, 1])]
+
+
+@scenario
+async def test_n20_experts_of_a_segment_are_the_first_told_of_each_position_and_a_new_segment_has_its_own():
+    """9 + 3, feedback 10, 2 sampled; then turn 2 asked anew with the first answer edited: a segment of 24 tokens told of once."""
+    answers = answer(6, 7, 1), answer(8, 1), answer(8, 1)
+    for turn, (reply, tokens) in enumerate(zip(answers, (12, 24, 24))):
+        reply.routed_experts = told(turn, tokens)
+    table = Table(*answers)
+    _, messages = await table.say("chat", [user()])
+    await table.say("chat", messages + [user()])
+    await table.say("chat", [user(), {"role": "assistant", "content": "hellollo"}, user()])
+    first, second = (s.routed_experts[:, 0].tolist() for s in table.server.close(table.session))
+    assert first == [[p, int(p > 10)] for p in range(23)] and second == [[p, 2] for p in range(23)]
 
 
 @scenario

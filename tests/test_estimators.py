@@ -166,6 +166,18 @@ def test_a_sampled_end_token_is_no_padding_even_where_padding_has_its_id():
     assert batch.response_mask[0].int().tolist() == expect["action_mask"]
 
 
+def test_recorded_experts_stay_with_their_row_and_a_batch_without_any_has_none():
+    """One of two rows has them: the same object, untouched (it may be a reference to another process's memory)."""
+    rows, record = [Trajectory(rollout=i, group=0, reward=0.0) for i in range(2)], object()
+    for row in rows:
+        row.extend([1])
+        row.extend([2], [-1.0], [0])
+    assert collate([[row] for row in rows], AGGREGATIONS["token-mean"]).routed_experts is None
+    rows[1].routed_experts = record
+    batch = collate([[row] for row in rows], AGGREGATIONS["token-mean"])
+    assert batch.routed_experts[0] is None and batch.routed_experts[1] is record
+
+
 def test_a_rollout_counts_once_however_many_segments_it_has():
     """Case n04: rows 1, 4, 1, 2 for rewards 1, 0, 0, 1 give four rewards of mean 0.5 (over rows it would be 0.375)."""
     given_, expect = CASES["n04"]["given"], CASES["n04"]["expect"]

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent import Trajectory
+from agent import Env, Result, Trajectory
 from generator import Batcher, GeneratorConfig, Group, Pool, PromptStream, Sampling, read_completion, read_prompts, rollout_seed, together
 from losses import AGGREGATIONS
 from recipes.arithmetic import prompts
@@ -397,6 +397,17 @@ def test_b16_a_complete_reply_keeps_ids_logprobs_and_the_version_of_each_token()
     np.testing.assert_allclose(completion.logprobs, [-0.1, -0.2, -0.3, -0.4, -0.5], rtol=1e-6)
 
 
+def test_experts_of_all_tokens_but_the_last_come_in_the_smallest_signed_type():
+    """4 prompt tokens and 2 sampled: 5 rows. vLLM's uint8 would make a -1 of the trainer expert 255."""
+    def read(experts):
+        return read_completion([11, 12], [row(11, -0.1), row(12, -0.1)], [0, 0], "stop", None, "train-7-0", experts, prompt=4)
+    few, many = np.full((5, 3, 2), 127, np.uint8), np.full((5, 3, 2), 128, np.uint8)
+    assert read(few).routed_experts.dtype == np.int8 and read(many).routed_experts.dtype == np.int16
+    assert (read(few).routed_experts == few).all() and (read(many).routed_experts == many).all() and read(None).routed_experts is None
+    with pytest.raises(ValueError, match="experts of 4 tokens .train-7-0., which has 4 . 2"):
+        read(few[1:])
+
+
 class ScriptedEngine:
     """Counts Ray-like calls and answers each request with its name."""
 
@@ -517,6 +528,32 @@ def test_an_engine_refuses_to_sample_before_version_0(cluster, hostile_model):
     engine = Engine.options(num_cpus=0).remote(hostile_model, GeneratorConfig(), "float32", "gloo", True)
     with pytest.raises(RuntimeError, match="publish a version"):
         ray.get(engine.generate.remote([("x", np.array([1], np.int32), 1, [])], [Sampling()]))
+
+
+def test_a_rollouts_experts_leave_the_worker_as_a_reference(cluster):
+    """Two turns of an Env; what comes back holds a reference to [T - 1, 1, 2], and the reference's rows are the engine's."""
+    import ray
+
+    from generator import AgentWorker, Completion
+
+    async def remote(requests, sampling):
+        (_, ids, _, _), = requests
+        experts = np.array([[[p, len(ids)]] for p in range(len(ids) + 1)], np.int8)
+        return [Completion(np.array([70, 258], np.int32), np.array([-1.0, -1.0], np.float32), np.zeros(2, np.int32), "stop", None, experts)]
+
+    class TwoTurns(Env):
+        async def step(self, action):
+            self.turn = self.__dict__.get("turn", 0) + 1
+            return Result(reward=1.0, terminated=self.turn == 2, observation="again")
+
+    worker = AgentWorker.__ray_metadata__.modified_class(str(TINY), GeneratorConfig(max_new_tokens=None))
+    worker.agent = TwoTurns
+    group, = asyncio.run(worker.run_groups([(0, {"prompt": "1+1"})], SimpleNamespace(generate=SimpleNamespace(remote=remote)), 1, 1.0, None, "routes"))
+    (segment,), = group.rollouts
+    assert isinstance(segment.routed_experts, ray.ObjectRef)
+    experts, first = ray.get(segment.routed_experts)[:, 0], int(segment.response_mask.argmax())
+    assert experts[:, 0].tolist() == list(range(len(segment) - 1))
+    assert (experts[: first + 1, 1] == first).all() and (experts[first + 1:, 1] > first).all()
 
 
 AGENT = '''

@@ -1,19 +1,23 @@
 """Splitting, alignment and schedules by hand; FSDP2 ranks, checkpoints and exports for real."""
 
+import json
 import math
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent import Trajectory
 from estimators import collate, dr_grpo, supervised_batch
 from losses import AGGREGATIONS, LossConfig
-from trainer import Rank, Trainer, TrainerConfig, forward, forward_values, learning_rate, plan_microbatches, rank_memory, take_rows
+from trainer import (
+    Learner, Rank, Replay, Trainer, TrainerConfig, fetch, forward, forward_values, learning_rate, plan_microbatches, rank_memory, recorded_experts, replay_handles, replaying, take_rows)
 
 from conftest import TINY
 
@@ -117,6 +121,201 @@ def test_the_memory_of_a_rank_by_hand():
     config = types.SimpleNamespace(get_text_config=lambda: text)
     assert rank_memory(2**30, config, TrainerConfig(tokens_per_microbatch=1024), ref=False, critic=False) == 16 + 14 + 34 + 3
     assert rank_memory(2**30, config, TrainerConfig(tokens_per_microbatch=1024, activation_checkpointing=True), ref=True, critic=True) == 36 + 14 + 2 + 3
+
+
+# ---------------------------------------------------------------------------------------------------- routing replay
+@pytest.fixture
+def mixture(monkeypatch):
+    """mixture(checkpointed) -> AutoModel's Qwen3-MoE in float32: a dense layer 0, layers 1 and 2 of 8 experts, 2 a token. Its constructor asks for a GPU, and its forward does not."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    from nemo_automodel.components.models.common import BackendConfig
+    from nemo_automodel.components.models.qwen3_moe.model import Qwen3MoeForCausalLM
+    from nemo_automodel.components.moe.parallelizer import apply_ac
+    from transformers import Qwen3MoeConfig
+
+    def make(checkpointed: bool = False):
+        torch.manual_seed(0)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+            vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2,
+            moe_intermediate_size=16, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[0], tie_word_embeddings=False, dtype=torch.float32), backend=BackendConfig())
+        model.initialize_weights(torch.device("cpu"), torch.float32)
+        with torch.no_grad():
+            for p in (p for p in model.model.layers.parameters() if p.dim() > 1):
+                p.mul_(5)                                                              # else a layer adds next to nothing
+        if checkpointed:
+            apply_ac(model)
+        return model.eval()
+
+    with torch.compiler.set_stance("force_eager"):                                 # to compile its activation would take longer than all else
+        yield make
+
+
+def gates(model) -> dict[int, torch.nn.Module]:
+    return {int(name.split(".")[2]): m for name, m in model.named_modules() if hasattr(m, "router_replay")}
+
+
+def taken(model, run) -> dict[int, torch.Tensor]:
+    """Experts that each layer takes, [n, 2], in the forward that `run` makes."""
+    seen, hooks = {}, []
+    for layer, gate in gates(model).items():
+        hooks.append(gate.register_forward_hook(lambda m, i, out, layer=layer: seen.update({layer: out[1]})))
+    run()
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def other_choice(batch, seed: int = 0):
+    """The batch with two random experts for each token of a row but its last, layer by layer; those of dense layer 0 are zeros, as vLLM has them."""
+    draw, records = np.random.default_rng(seed), []
+    for n in batch.lengths.tolist():
+        experts = np.stack([draw.permutation(8)[:2] for _ in range(3 * (n - 1))]).reshape(n - 1, 3, 2).astype(np.int8)
+        experts[:, 0] = 0
+        records.append(experts)
+    return replace(batch, routed_experts=records)
+
+
+def mixing_rank(model, **flags):
+    """A Rank of this process around `model`, not sharded, with its handles on."""
+    rank = Bare(0, 1, "", TrainerConfig(warmup_steps=0, decay="constant", max_grad_norm=1e9, **flags), LossConfig(), "cpu", "float32", 10, 0)
+    rank.model, rank.replays, rank.ref, rank.critic = model, replay_handles(model), None, None
+    rank.policy = Learner(model, 1e-3, rank.cfg, 10)
+    return rank
+
+
+def test_n20_recorded_experts_become_rows_of_the_models_own_token_order():
+    """Case n20 in a batch with a row of 11 tokens without a record: [2, 11, 1, 2]; -1 for the last token, the padding and the other row."""
+    case, rows = json.loads((Path(__file__).parent / "cases.json").read_text()), [Trajectory(rollout=i, group=0, reward=0.0) for i in range(2)]
+    case, = (c for c in case if c["id"].startswith("n20"))
+    rows[0].extend(range(8))
+    rows[0].extend([3], [-1.0], [0], np.array(case["given"]["turn2"]["rows"])[:, None])
+    rows[1].extend(range(10))
+    rows[1].extend([3], [-1.0], [0])
+    batch = collate([[row] for row in rows], AGGREGATIONS["token-mean"])
+    wide = recorded_experts(batch)
+    assert wide.shape == (2, 11, 1, 2) and wide[0, :9, 0].tolist() == case["expect"]["rows_by_position"]
+    assert (wide[0, 9:] == -1).all() and (wide[1] == -1).all()
+    small = take_rows(batch, [0])
+    assert torch.equal(recorded_experts(small), wide[:1, :9]) and recorded_experts(take_rows(batch, [1])) is None and take_rows(batch, []).routed_experts is None
+
+
+def test_a_gate_takes_recorded_experts_and_keeps_its_own_where_there_are_none():
+    """Tokens of the same two experts in another order, of none, of one other expert in two: differing 0 + 1/2 of 2 tokens."""
+    handle = Replay()
+    chosen = torch.tensor([[1, 3], [4, 5], [0, 7]])
+    assert handle.apply(chosen) is chosen
+    handle.recorded = torch.tensor([[3, 1], [-1, -1], [0, 2]])
+    assert handle.apply(chosen).tolist() == [[3, 1], [4, 5], [0, 2]]
+    assert (handle.tokens, handle.differing) == (2, 0.5)
+    with pytest.raises(ValueError, match="--routing-replay off"):
+        handle.apply(chosen[:2])
+
+
+def test_replaying_a_models_own_choice_changes_nothing(mixture):
+    """Logprobs to the last bit, no choice differs; 3 rows of 9, 15 and 11 tokens: 32 of 35 have a record."""
+    batch, model = batch_of([3, 9, 5]), mixture()
+    rank = mixing_rank(model)
+    own, plain = {}, []
+    own = taken(model, lambda: plain.append(rank.per_token(batch, [[0, 1, 2]], "logprobs")[0]))
+    experts = torch.stack([torch.zeros_like(own[1]), own[1], own[2]], 1).view(3, 15, 3, 2)
+    batch = replace(batch, routed_experts=[experts[i, : n - 1].numpy() for i, n in enumerate(batch.lengths.tolist())])
+    assert torch.equal(rank.per_token(batch, [[0, 1, 2]], "logprobs")[0], plain[0])
+    batch.old_logprobs = batch.behaviour_logprobs = plain[0]
+    metrics = rank.update(batch, [[[0, 1, 2], []]], "ppo")
+    assert metrics["route_differs_frac"] == (0, 64) and metrics["route_recorded_frac"] == (64, 70)     # of two layers
+
+
+def test_recorded_experts_are_taken_at_their_positions_and_nowhere_else(mixture):
+    """Of layers 1 and 2; padding and each row's last token keep the live choice, which after layer 1 is that of a forward with other experts."""
+    batch, model = batch_of([3, 9, 5]), mixture()
+    rank, batch = mixing_rank(model), other_choice(batch_of([3, 9, 5]))
+    live = taken(model, lambda: rank.per_token(replace(batch, routed_experts=None), [[0, 1, 2]], "logprobs"))
+    seen = taken(model, lambda: rank.per_token(batch, [[0, 1, 2]], "logprobs"))
+    known = recorded_experts(batch).flatten(0, 1)                                  # [45, 3, 2]
+    for layer in (1, 2):
+        mask = known[:, layer] >= 0
+        assert torch.equal(seen[layer][mask], known[:, layer][mask].long()) and int(mask[:, 0].sum()) == 32
+        assert not torch.equal(seen[layer][mask], live[layer][mask])
+    assert torch.equal(seen[1][known[:, 1, 0] < 0], live[1][known[:, 1, 0] < 0])
+    assert all(h.recorded is None for h in rank.replays.values())                  # closed again
+
+
+def test_a_replayed_layer_is_the_mixture_of_the_recorded_experts_and_gradient_reaches_its_gate(mixture):
+    """Layer 2 by hand: p = softmax(gate x), y = sum over recorded e of p_e / (p_a + p_b) * down_e(silu(gate_e x) * up_e x); output and gradients to 1e-6."""
+    model = mixture()
+    rank, batch = mixing_rank(model), other_choice(batch_of([3, 9]))
+    block, seen = model.model.layers["2"].mlp, {}
+    block.register_forward_hook(lambda m, i, out: seen.update(x=i[0].detach(), y=out))
+    with replaying(rank.replays, batch, torch.device("cpu")):
+        forward(model, batch, torch.device("cpu"))
+        experts = recorded_experts(batch)[:, :, 2].flatten(0, 1).long()            # [30, 2]
+        rows, x = experts[:, 0] >= 0, seen["x"].flatten(0, 1)                      # [30], [30, 32]
+        seen["y"].flatten(0, 1)[rows].square().sum().backward()                    # without the tokens that the gate chose for
+    names = [name for name, _ in model.named_parameters() if name.startswith("model.layers.2.mlp.")]
+    held = {hf: tensor.detach() for name in names for hf, tensor in model.state_dict_adapter.convert_single_tensor_to_hf(name, model.get_parameter(name))}
+    weight = {hf.removeprefix("model.layers.2.mlp."): t.clone().requires_grad_() for hf, t in held.items()}
+    p = (x @ weight["gate.weight"].T).softmax(-1)                                  # [30, 8]
+    p = p.gather(1, experts.clamp(min=0))
+    p = p / p.sum(-1, keepdim=True)
+    outs = torch.stack([(F.silu(x @ weight[f"experts.{e}.gate_proj.weight"].T) * (x @ weight[f"experts.{e}.up_proj.weight"].T)) @ weight[f"experts.{e}.down_proj.weight"].T for e in range(8)], 1)
+    y = (p[..., None] * outs[torch.arange(30)[:, None], experts.clamp(min=0)]).sum(1)
+    torch.testing.assert_close(seen["y"].flatten(0, 1)[rows], y[rows], atol=1e-6, rtol=1e-5)
+    y[rows].square().sum().backward()
+    torch.testing.assert_close(block.gate.weight.grad, weight["gate.weight"].grad, atol=1e-6, rtol=1e-4)
+    assert weight["gate.weight"].grad.norm() > 1e-2
+
+
+def test_gradients_of_a_replayed_update_are_the_same_with_activations_recomputed(mixture):
+    """First moments of AdamW, 0.1 x gradient, of AutoModel's own checkpointing against none; and they are not those without replay."""
+    moments = []
+    for checkpointed, replay in ((False, True), (True, True), (False, False)):
+        rank, batch = mixing_rank(mixture(checkpointed)), other_choice(batch_of([3, 9, 5, 7]))
+        batch = batch if replay else replace(batch, routed_experts=None)
+        batch.old_logprobs = batch.behaviour_logprobs
+        rank.update(batch, [[[0, 1], [2, 3]]], "ppo")
+        moments.append({name.replace("_checkpoint_wrapped_module.", ""): m for name, m in rank.moments().items()})
+    assert moments[0].keys() == moments[1].keys() and relative(moments[1], moments[0]) < 1e-6 and relative(moments[2], moments[0]) > 0.1
+
+
+def test_neither_the_reference_nor_the_critic_replays(mixture):
+    """The same batch with and without recorded experts: their numbers are equal, the policy's are not."""
+    model = mixture()
+    rank, batch = mixing_rank(model), other_choice(batch_of([3, 9]))
+    rank.ref = mixture()
+    bare, everything = replace(batch, routed_experts=None), [[0, 1]]
+    assert torch.equal(*[rank.per_token(b, everything, "ref_logprobs")[0] for b in (batch, bare)])
+    assert torch.equal(rank.per_token(bare, everything, "logprobs")[0], rank.per_token(bare, everything, "ref_logprobs")[0])
+    assert not torch.allclose(*[rank.per_token(b, everything, "logprobs")[0] for b in (batch, bare)], atol=1e-4)
+
+
+def test_a_model_without_gates_or_with_more_layers_than_were_told_is_refused(mixture):
+    with pytest.raises(ValueError, match="Fixed has none of AutoModel's gates.*--routing-replay off"):
+        replay_handles(Fixed(torch.zeros(1, 1, 3)))
+    rank, batch = mixing_rank(mixture()), other_choice(batch_of([3]))
+    batch.routed_experts = [record[:, :2] for record in batch.routed_experts]
+    with pytest.raises(ValueError, match="2 layers.*gate in layer 2"):
+        rank.per_token(batch, [[0]], "logprobs")
+
+
+def test_a_checkpoint_holds_what_references_stand_for_and_a_lost_record_is_none(cluster, loop, tmp_path):
+    """A pool with a reference of a worker that lives and one of a worker that has died: after loading, a reference to the same array, and one to None."""
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Worker:
+        def put(self):
+            return [ray.put(np.arange(12, dtype=np.int8).reshape(3, 2, 2))]
+
+    workers = [Worker.remote() for _ in range(2)]
+    kept, lost = [ray.get(w.put.remote())[0] for w in workers]
+    ray.kill(workers[1])
+    trainer = Trainer("", TrainerConfig(), LossConfig(), "cpu", "float32", 10, 0, [])
+    loop.run_until_complete(trainer.save(tmp_path / "000001", {}, {"complete": [kept, lost]}))
+    _, pool = loop.run_until_complete(trainer.load(tmp_path / "000001"))
+    assert fetch(lost) is None and fetch(pool["complete"][1]) is None
+    assert all(isinstance(ref, ray.ObjectRef) for ref in pool["complete"]) and (fetch(pool["complete"][0]) == np.arange(12).reshape(3, 2, 2)).all()
+    ray.kill(workers[0])
+    assert fetch(pool["complete"][0]) is not None                                  # its own copy
 
 
 # ---------------------------------------------------------------------------------------------------- ranks
