@@ -125,6 +125,29 @@ def test_the_critic_learns_and_the_reference_starts_where_the_policy_does(rehear
 
 
 @pytest.mark.gpu
+def test_replay_takes_the_experts_of_the_engine_and_closes_the_gap_that_near_ties_open(rehearse, report, check):
+    """32 rollouts of three turns, one version, an engine with CUDA graphs; the router's scores lie about a bfloat16 step apart. Every token but the last has a
+    record, prefix-cached ones too (rollouts of a prompt share it, and each turn its history); replayed gates take exactly these, and the gap is that of a dense model."""
+    seen = report("replay", check(1, 580, "replay", "ties"))
+    assert seen["rollouts"] == 32 and seen["turns"] == [3] and seen["finite"]
+    if rehearse:                                           # a CPU's engine does not tell its experts
+        assert seen["live"]["gap_max"] <= EXACT
+        return
+    assert seen["records"] == seen["tokens_but_last"]
+    assert seen["live"]["differs"] > 0.02 and seen["replay"]["differs"] == 0.0 and 0 < seen["route_differs_frac"] <= seen["live"]["differs"]
+    assert seen["replay"]["gap_mean"] <= MEAN and seen["replay"]["gap_mean"] < 0.5 * seen["live"]["gap_mean"]
+    assert max(seen["replay"]["gap_mean_of_turn"]) <= MEAN
+
+
+@pytest.mark.gpu
+def test_gradients_of_a_replayed_forward_are_the_same_with_activations_recomputed(rehearse, report, check):
+    """Random experts recorded for every token but the last; no more apart than a few times what the same backward done twice is, and far from those of the live choice."""
+    seen = report("recompute", check(1, 300, "recompute", "experts"))
+    assert seen["recomputed"] <= max(3 * seen["twice"], 2e-3)
+    assert rehearse or seen["live"] > 10 * seen["recomputed"]
+
+
+@pytest.mark.gpu
 def test_an_engine_that_leaves_the_trainer_too_little_is_refused_before_anything_starts(rehearse, tmp_path):
     """One GPU, 95 % of it for the engine: exit code 2, and the message names the flags that help."""
     if rehearse or torch.cuda.device_count() == 0:
@@ -161,7 +184,8 @@ def test_smollm2_reaches_030_on_chain_sum_within_five_minutes_on_one_gpu(rehears
 
 # ---------------------------------------------------------------------------------------------------- models of the checks
 def make_model(kind: str, path: Path, tiny: bool) -> None:
-    """Random weights in bfloat16 (tiny: float32) under the embedded policy's tokenizer: Qwen3-0.6B's shape with a tied head or one of its own, or 1.2B in 32 experts."""
+    """Random weights in bfloat16 (tiny: float32) under the embedded policy's tokenizer: Qwen3-0.6B's shape with a tied head or one of its own, or 1.2B in 32 experts,
+    with `ties` under routers whose rows are nearly one row: scores of about 0.6 that lie about 0.004 apart, the step of a bfloat16 there."""
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     shape = dict(vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=4096)
@@ -172,10 +196,12 @@ def make_model(kind: str, path: Path, tiny: bool) -> None:
     dtype = torch.float32 if tiny else torch.bfloat16
     torch.manual_seed(0)
     with torch.device("cpu" if tiny else "cuda"):
-        if kind == "experts":
+        if kind in ("experts", "ties"):
             model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape | experts, tie_word_embeddings=False, eos_token_id=258, dtype=dtype))
         else:
             model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=kind == "tied", eos_token_id=258, dtype=dtype))
+    for gate in (p for name, p in model.named_parameters() if kind == "ties" and name.endswith("mlp.gate.weight")):
+        gate.data = gate[:1] + 0.05 * (gate - gate[:1]).detach()
     model.to(dtype).save_pretrained(path)
     AutoTokenizer.from_pretrained(TINY).save_pretrained(path)
 
@@ -267,6 +293,75 @@ async def publishes(model: str, device: str, count: int = 20, in_flight: int = 6
     return seen
 
 
+TURNS = """
+from agent import Env, Result
+
+class AgentRunner(Env):
+    turn = 0
+
+    async def step(self, action):
+        self.turn += 1
+        return Result(reward=float(len(action) % 2), terminated=self.turn == 3, observation="and then, after all of that?")
+"""
+
+
+def differing(rank, batch, replay: bool) -> float:
+    """Share of the recorded experts that the rank's gates do not take in a forward over the batch."""
+    from trainer import forward, recorded_experts, replaying, take_rows
+
+    missed = known = 0
+    layers = {next(int(part) for part in name.split(".") if part.isdigit()): m for name, m in rank.model.named_modules() if hasattr(m, "router_replay")}
+    for start in range(0, len(batch.lengths), 8):
+        small, took, hooks = take_rows(batch, list(range(start, min(start + 8, len(batch.lengths))))), {}, []
+        for layer, gate in layers.items():
+            hooks.append(gate.register_forward_hook(lambda m, i, out, layer=layer: took.update({layer: out[1].cpu()})))
+        with torch.no_grad(), replaying(rank.replays if replay else {}, small, rank.device):
+            forward(rank.model, small, rank.device)
+        for hook in hooks:
+            hook.remove()
+        recorded = recorded_experts(small).flatten(0, 1).long()               # [n, layers, k]
+        for layer, experts in took.items():
+            there = recorded[:, layer] >= 0
+            known += int(there.sum())
+            missed += int((there & (recorded[:, layer, :, None] != experts[:, None]).all(-1)).sum())
+    return missed / known
+
+
+async def replay(model: str, device: str) -> dict:
+    from estimators import collate
+    from generator import GeneratorConfig
+    from losses import AGGREGATIONS
+    from train import Config, resolve, start
+    from trainer import TrainerConfig
+
+    agent = Path(model) / "turns.py"
+    agent.write_text(TURNS)
+    cfg = Config(model=model, device=device, trainer=TrainerConfig(learning_rate=1e-5, warmup_steps=0, decay="constant", tokens_per_microbatch=2048),
+                 generator=GeneratorConfig(agent=str(agent), context_length=1024, max_new_tokens=48, gpu_memory_utilization=0.3))
+    parts = await start(cfg, resolve(cfg))
+    await parts.publish(0)
+    groups = await parts.run_groups([(i, {"prompt": f"{i}: " + "say something that nobody has said before. " * 3}) for i in range(8)], 0, 4, 1.0, 0, "replay")
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    batch = collate(rollouts, AGGREGATIONS["token-mean"], 1.0)
+    turn = torch.cumsum(batch.response_mask & ~torch.nn.functional.pad(batch.response_mask, (1, 0))[:, :-1], 1)     # [B, T] answer that a sampled token is part of
+    seen = {"rollouts": len(rollouts), "turns": sorted(set(turn.max(1).values.tolist()))}
+    for name, given in {"live": replace(batch, routed_experts=None), "replay": batch}.items():
+        gap = (await parts.trainer.logprobs(given) - batch.behaviour_logprobs).abs()
+        seen[name] = {"gap_mean": gap[batch.response_mask].mean().item(), "gap_max": gap[batch.response_mask].max().item(),
+                      "gap_mean_of_turn": [gap[batch.response_mask & (turn == k)].mean().item() for k in (1, 2, 3)]}
+        if batch.routed_experts:
+            seen[name]["differs"] = await parts.trainer.ranks[0].__ray_call__.remote(differing, batch, name == "replay")
+        print(name, seen[name], flush=True)
+    if batch.routed_experts:
+        import ray
+
+        seen["records"], seen["tokens_but_last"] = [len(ray.get(r)) for r in batch.routed_experts], [int(n) - 1 for n in batch.lengths]
+    batch.old_logprobs = await parts.trainer.logprobs(batch)
+    batch.advantages = batch.spread(torch.tensor([1.0, -1.0]).repeat(16)[: len(rollouts)])
+    metrics = await parts.trainer.update(batch, "ppo")
+    return seen | {"finite": bool(np.isfinite(list(metrics.values())).all())} | {k: v for k, v in metrics.items() if k.startswith("route")}
+
+
 def bare_rank(model: str, device: str, ref: bool = False, critic: bool = False, **flags):
     """A Rank of this process, the only one, computing in bfloat16."""
     from losses import LossConfig
@@ -299,6 +394,34 @@ def forward(model: str, device: str) -> dict:
         gaps.append((mine[row, 16:n] - theirs).abs())
     gaps = torch.cat(gaps)
     return seen | {"gap_mean": gaps.mean().item(), "gap_max": gaps.max().item()}
+
+
+def recompute(model: str, device: str) -> dict:
+    from transformers import AutoConfig
+
+    from trainer import forward, load_model, replay_handles, replaying
+
+    config, rank = AutoConfig.from_pretrained(model), bare_rank(model, device)
+    batch, draw = random_batch(16, config.vocab_size, seed=3), np.random.default_rng(0)
+    batch.routed_experts = [np.stack([draw.permutation(config.num_experts)[: config.num_experts_per_tok] for _ in range((n - 1) * config.num_hidden_layers)]
+                                     ).reshape(n - 1, config.num_hidden_layers, -1).astype(np.int8) for n in batch.lengths.tolist()]
+
+    def gradient(model, handles) -> list:
+        with replaying(handles, batch, rank.device):
+            (forward(model, batch, rank.device)[0] * batch.advantages.to(rank.device)).sum().backward()
+        grads = [p.grad.full_tensor().cpu() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        return grads
+
+    def apart(a: list, b: list) -> float:
+        return (sum((x - y).double().square().sum() for x, y in zip(a, b, strict=True)) / sum(y.double().square().sum() for y in b)).sqrt().item()
+
+    handles = replay_handles(rank.model) if device == "cuda" else {}                 # on a CPU it is transformers' class, which has no gates to replay
+    once, live = gradient(rank.model, handles), gradient(rank.model, {})
+    again = gradient(rank.model, handles)
+    checkpointed = load_model(model, torch.bfloat16, rank.device, activation_checkpointing=True)
+    recomputed = gradient(checkpointed, replay_handles(checkpointed) if device == "cuda" else {})
+    return {"twice": apart(again, once), "recomputed": apart(recomputed, once), "live": apart(live, once)}
 
 
 def critic(model: str, device: str) -> dict:
@@ -335,14 +458,14 @@ def main(name: str, model: str, device: str) -> None:
     quiet()
     if name == "make":
         return make_model(Path(model).name, Path(model), tiny=device == "cpu")
-    if name == "publishes":
+    if name in ("publishes", "replay"):
         start_ray(None)
         try:
-            seen = asyncio.run(publishes(model, device))
+            seen = asyncio.run({"publishes": publishes, "replay": replay}[name](model, device))
         finally:
             ray.shutdown()
     else:
-        seen = {"forward": forward, "critic": critic}[name](model, device)
+        seen = {"forward": forward, "critic": critic, "recompute": recompute}[name](model, device)
     print(json.dumps(seen), flush=True)
 
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import ray
 
 from estimators import ESTIMATORS, EstimatorConfig
@@ -114,6 +115,7 @@ def error_of(*flags: str, cwd: Path = ROOT) -> str:
     (lambda: resolve(Config(model=str(TINY), device="cuda")), "no usable NVIDIA GPU"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(context_length=4096))), "1024 positions"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(engine_tp_size=2))), "--engine-tp-size 2"),
+    (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(routing_replay="on"))), "is no mixture of experts"),
 ])
 def test_flags_that_cannot_work_are_refused_before_anything_starts(make, words):
     with pytest.raises(ValueError, match=words):
@@ -137,6 +139,22 @@ def test_an_engine_takes_most_of_its_own_gpu_and_less_of_a_shared_one_unless_tol
     assert [GeneratorConfig(gpu_memory_utilization=0.3).gpu_share(shared) for shared in (False, True)] == [0.3, 0.3]
     with pytest.raises(ValueError, match="--gpu-memory-utilization 1.0"):
         GeneratorConfig(gpu_memory_utilization=1.0)
+
+
+def test_routes_are_replayed_for_a_mixture_on_a_gpu_unless_told_otherwise(tmp_path, monkeypatch):
+    """A CPU engine cannot tell its experts: `auto` leaves replay off there, `on` is refused. On two GPUs auto and on are on, off is off."""
+    from transformers import Qwen3MoeConfig
+
+    Qwen3MoeConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, max_position_embeddings=256).save_pretrained(tmp_path)
+
+    def plan(device, model=str(tmp_path), **flags):
+        return resolve(Config(model=model, device=device, generator=GeneratorConfig(**flags)))
+    assert plan("cpu").experts and not plan("cpu").replay and "each for itself" in dict(plan("cpu").rows(Config()))["routing"]
+    with pytest.raises(ValueError, match="CPU engine does not tell"):
+        plan("cpu", routing_replay="on")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [plan("cuda", routing_replay=value).replay for value in ("auto", "on", "off")] == [True, True, False]
+    assert not plan("cuda", model=str(TINY)).replay and "routing" not in dict(plan("cuda", model=str(TINY)).rows(Config()))
 
 
 def test_a_users_mistake_is_one_message_with_the_way_out_and_exit_code_2(tmp_path):

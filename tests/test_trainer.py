@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -309,6 +310,7 @@ def test_a_checkpoint_holds_what_references_stand_for_and_a_lost_record_is_none(
     workers = [Worker.remote() for _ in range(2)]
     kept, lost = [ray.get(w.put.remote())[0] for w in workers]
     ray.kill(workers[1])
+    time.sleep(3)                                                                  # until the news is out the object is still there
     trainer = Trainer("", TrainerConfig(), LossConfig(), "cpu", "float32", 10, 0, [])
     loop.run_until_complete(trainer.save(tmp_path / "000001", {}, {"complete": [kept, lost]}))
     _, pool = loop.run_until_complete(trainer.load(tmp_path / "000001"))
