@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 import ray
+import torch
 
 from estimators import ESTIMATORS, EstimatorConfig
 from generator import GeneratorConfig
