@@ -519,6 +519,31 @@ def test_finish_reasons_and_limits_are_the_engines_own(stack, loop):
     assert greedy.token_ids[0] == cut.token_ids[0]
 
 
+def test_an_answer_is_the_same_whole_in_pieces_or_growing(stack, loop):
+    """The three ways vLLM hands out 16 seeded answers: ids and logprobs are equal, and every token has a version."""
+    from vllm.sampling_params import RequestOutputKind
+
+    _, parts = stack
+    engine, answers = parts.engines[0], []
+    requests = [(np.arange(60, 70 + i, dtype=np.int32), 8) for i in range(16)]
+    for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY):       # the last is the stack's own
+        loop.run_until_complete(set_kind(engine, kind))
+        asked = [(f"{kind.name}-{i}", ids, n, []) for i, (ids, n) in enumerate(requests)]
+        answers.append(loop.run_until_complete(answers_of(engine, asked)))
+    for pieces, growing, whole in zip(*answers, strict=True):
+        assert pieces.token_ids.tolist() == growing.token_ids.tolist() == whole.token_ids.tolist()
+        np.testing.assert_allclose(growing.logprobs, whole.logprobs, atol=1e-5)
+        assert pieces.policy_versions.tolist() == growing.policy_versions.tolist() == whole.policy_versions.tolist()
+
+
+async def set_kind(engine, kind) -> None:
+    await engine.__ray_call__.remote(lambda self: setattr(self, "output_kind", kind))
+
+
+async def answers_of(engine, requests: list) -> list:
+    return await engine.generate.remote(requests, [Sampling(seed=i) for i in range(len(requests))])
+
+
 def test_an_engine_refuses_to_sample_before_version_0(cluster, hostile_model):
     """Dummy weights must never be sampled; no vLLM is started for this."""
     import ray
