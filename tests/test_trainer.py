@@ -317,6 +317,7 @@ def test_a_checkpoint_holds_what_references_stand_for_and_a_lost_record_is_none(
     assert fetch(lost) is None and fetch(pool["complete"][1]) is None
     assert all(isinstance(ref, ray.ObjectRef) for ref in pool["complete"]) and (fetch(pool["complete"][0]) == np.arange(12).reshape(3, 2, 2)).all()
     ray.kill(workers[0])
+    time.sleep(3)
     assert fetch(pool["complete"][0]) is not None                                  # its own copy
 
 
