@@ -29,6 +29,7 @@ import ray
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
 
 from estimators import PER_ROLLOUT, Batch
 from losses import LossConfig, critic_step_loss, step_loss
@@ -157,7 +158,7 @@ def forward(model, batch: Batch, device: torch.device, entropy: bool = False, sp
         inputs, keep = {"input_ids": token_ids}, torch.arange(first - 1, token_ids.shape[1] - 1, device=device)
         targets, whole_rows = token_ids[:, first:], lambda states: states          # [b, t-first]
     logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits.float() / batch.temperature   # [b, t-first, V]
-    if isinstance(logits, torch.distributed.tensor.DTensor):
+    if isinstance(logits, DTensor):
         logprobs, h = vocabulary_parallel(logits, targets, entropy)
     else:
         logprobs = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
@@ -165,25 +166,25 @@ def forward(model, batch: Batch, device: torch.device, entropy: bool = False, sp
     return align(whole_rows(logprobs), first), align(whole_rows(h), first) if entropy else None   # [b, t]
 
 
-def vocabulary_parallel(logits, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+def vocabulary_parallel(logits: DTensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
     """log p of the targets (and entropy), [b, t], from logits of which each tensor-parallel rank holds its part of V; only numbers a token cross between ranks.
 
-    Partial results are DTensors that say so, hence their sums and the gradients through them are those of the whole.
+    Partial results are DTensors that say so, hence their sums are those of the whole. So are gradients, as long as no sum that carries one enters a partial result.
     """
-    from torch.distributed.tensor import DTensor, Partial
-
     mesh, local = logits.device_mesh, logits.to_local()                            # [b, t, V / tp]
 
     def total(part: Tensor) -> Tensor:
         return DTensor.from_local(part, mesh, [Partial()], run_check=False).full_tensor()
 
     most = DTensor.from_local(local.detach().amax(-1), mesh, [Partial("max")], run_check=False).full_tensor()   # [b, t]
-    log_sum = total((local - most[..., None]).exp().sum(-1)).log() + most          # [b, t]
+    weight = (local - most[..., None]).exp()                                       # [b, t, V / tp]  p times `weights`
+    weights = total(weight.sum(-1))                                                # [b, t]
+    log_sum = weights.log() + most                                                 # [b, t]
     share = -(-logits.shape[-1] // mesh.size())                                    # as DTensor cuts V: all of `share`, the last ones less
     place = targets - mesh.get_local_rank() * share                                # [b, t] of the target in this rank's part
     mine = (place >= 0) & (place < local.shape[-1])
     at_target = local.gather(-1, place.clamp(0, local.shape[-1] - 1)[..., None])[..., 0]
-    h = log_sum - total(((local - log_sum[..., None]).exp() * local).sum(-1)) if entropy else None
+    h = log_sum - total((weight * local).sum(-1)) / weights if entropy else None
     return total(torch.where(mine, at_target, 0)) - log_sum, h                     # [b, t]
 
 
@@ -278,13 +279,13 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, cfg: Trainer
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's config.json says about its size, in numbers of parameters."""
+    """What a model's config.json says about its size: numbers of parameters, unless said otherwise."""
 
     parameters: int
-    experts: int                       # those of them in routed experts
     layer: int                         # the largest layer's, without its routed experts
     layer_experts: int                 # and in them
     tables: int                        # embedding and head
+    num_experts: int                   # routed experts of a layer; 0 = dense
 
     @staticmethod
     def of(config) -> "Shape":
@@ -294,31 +295,30 @@ class Shape:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
-
-        def count(module) -> tuple[int, int]:
-            sizes = [(".experts." in name, p.numel()) for name, p in module.named_parameters()]
-            return sum(n for routed, n in sizes if not routed), sum(n for routed, n in sizes if routed)
-
-        dense, experts = count(model)
-        layer, layer_experts = map(max, zip(*map(count, layers)))
-        return Shape(dense + experts, experts, layer, layer_experts, sum(e.weight.numel() for e in {model.get_input_embeddings(), model.get_output_embeddings()}))
+        experts = [[p for name, p in layer.named_parameters() if ".experts." in name] for layer in layers]   # stacked: [experts, ...]
+        routed = [sum(p.numel() for p in stack) for stack in experts]
+        return Shape(
+            sum(p.numel() for p in model.parameters()), max(sum(p.numel() for p in layer.parameters()) - n for layer, n in zip(layers, routed)), max(routed),
+            sum(p.numel() for p in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}), max((len(p) for stack in experts for p in stack), default=0))
 
 
-def rank_memory(shape: Shape, config, cfg: TrainerConfig, ref: bool, critic: bool) -> float:
-    """GB that a trainer rank needs at most: for a check before anything is loaded.
+def rank_memory(shape: Shape, config, cfg: TrainerConfig, ref: bool, critic: bool) -> dict[str, float]:
+    """GB that a trainer rank needs at most, by what for: a check before anything is loaded.
 
-    16 bytes a parameter (float32 master, gradient, two moments; a reference: 4), shared by the ranks of one copy and not
-    on the GPU under offload; 14 a logit of a micro-batch (float32 and its gradients, bfloat16), 10 + 24 / tp a token, layer
-    and hidden unit of activations (arXiv:2205.05198, eq. 3, without the attention scores, which are never kept; 2 when
-    recomputed), both over the columns of one context-parallel rank; what FSDP2 gathers: embedding and head, two layers
-    with this rank's experts in bfloat16 and one in float32 gradients; 3 GB for CUDA and the transfer's buffer.
+    States: 16 bytes a parameter (float32 master, gradient, two moments; a reference: 4), shared by the ranks of one copy,
+    not on the GPU under offload. Work: 14 a logit of a micro-batch (float32 and its gradients, bfloat16), 10 + 24 / tp a
+    token, layer and hidden unit of activations (arXiv:2205.05198, eq. 3, without the attention scores, which are never
+    kept; 2 when recomputed), both over one context-parallel rank's columns, and what FSDP2 gathers: embedding, head and
+    two layers with this rank's experts in bfloat16, one in float32 gradients. A publish, when that is over, gathers a
+    layer's experts whole, twice in bfloat16. 3 GB for CUDA and the transfer's buffer.
     """
-    text, tokens, copies = config.get_text_config(), cfg.tokens_per_microbatch / cfg.cp_size, cfg.trainers / cfg.dp_replicate_size
+    text, tokens, copies = config.get_text_config(), cfg.tokens_per_microbatch / cfg.cp_size, cfg.trainers // cfg.dp_replicate_size
     states = 0 if cfg.offload_optimizer else shape.parameters * (16 + 4 * ref + 16 * critic) / copies
     activations = tokens * text.num_hidden_layers * text.hidden_size * (2 if cfg.activation_checkpointing else 10 + 24 / cfg.tp_size)
     layer = shape.layer / cfg.tp_size + shape.layer_experts / cfg.ep_size
-    gathered = 0 if cfg.trainers == 1 and not cfg.offload_optimizer else 6 * shape.tables / cfg.tp_size + 8 * layer
-    return (states + tokens * text.vocab_size / cfg.tp_size * 14 + activations + gathered) / 2**30 + 3
+    gathered = 6 * shape.tables / cfg.tp_size + 8 * layer if copies > 1 or cfg.offload_optimizer else 0
+    work = max(activations + 14 * tokens * text.vocab_size / cfg.tp_size + gathered, 4 * shape.layer_experts)
+    return {"states": states / 2**30, "work": work / 2**30, "CUDA": 3.0}
 
 
 def learning_rate(cfg: TrainerConfig, total: int, step: int) -> float:
@@ -519,7 +519,7 @@ class Rank:
 
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered (a collective), or a plain one, on the CPU."""
-    return (tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor).detach().cpu()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

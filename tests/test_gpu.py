@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -263,7 +262,7 @@ async def publishes(model: str, device: str, count: int = 20, in_flight: int = 6
             seen["publish_seconds"].append(time.monotonic() - publish_began)
     stop = True
     seen["trainer_gpu"], seen["engine_gpu"] = await asyncio.gather(*[actor.__ray_call__.remote(lambda self: os.environ.get("CUDA_VISIBLE_DEVICES")) for actor in (trainer.ranks[0], engine)])
-    seen["memory_gb"], seen["rank_gb"] = await trainer.ranks[0].__ray_call__.remote(lambda self: torch.cuda.max_memory_allocated() / 2**30), plan.rank_gb
+    seen["memory_gb"], seen["rank_gb"] = await trainer.ranks[0].__ray_call__.remote(lambda self: torch.cuda.max_memory_allocated() / 2**30), sum(plan.rank_gb.values())
     return seen
 
 
@@ -304,7 +303,7 @@ def forward(model: str, device: str) -> dict:
 def critic(model: str, device: str) -> dict:
     from transformers import AutoConfig
 
-    from trainer import rank_memory
+    from trainer import Shape, rank_memory
 
     config = AutoConfig.from_pretrained(model)
     rank = bare_rank(model, device, ref=True, critic=True, critic_learning_rate=1e-4, tokens_per_microbatch=2048)
@@ -320,10 +319,9 @@ def critic(model: str, device: str) -> dict:
         errors.append(metrics["value_error"][0] / metrics["value_error"][1])
     rank.update(batch, [everything], "ppo")
     shape = list(rank.critic.model(input_ids=batch.token_ids[:1].long().to(rank.device), use_cache=False).logits.shape)
-    parameters = sum(p.numel() for p in rank.model.parameters())
     memory = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
     return {"error": errors, "ref_gap": (policy - reference).abs().max().item(), "value_shape": shape, "memory_gb": memory,
-            "rank_gb": rank_memory(parameters, config, replace(rank.cfg, tokens_per_microbatch=2048), True, True)}
+            "rank_gb": sum(rank_memory(Shape.of(config), config, rank.cfg, True, True).values())}
 
 
 def main(name: str, model: str, device: str) -> None:

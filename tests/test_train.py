@@ -114,6 +114,11 @@ def error_of(*flags: str, cwd: Path = ROOT) -> str:
     (lambda: resolve(Config(model=str(TINY), device="cuda")), "no usable NVIDIA GPU"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(context_length=4096))), "1024 positions"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(engine_tp_size=2))), "--engine-tp-size 2"),
+    (lambda: resolve(Config(model=str(TINY), device="cpu", trainer=TrainerConfig(trainers=2, cp_size=2))), "need GPUs"),
+    (lambda: resolve(Config(model=str(TINY), device="cpu", trainer=TrainerConfig(trainers=8, tp_size=8))), "4 attention heads, which that does not divide"),
+    (lambda: resolve(Config(model=str(TINY), device="cuda", dry_run=True, trainer=TrainerConfig(trainers=2, ep_size=2))), "this model has 0"),
+    (lambda: resolve(Config(model=str(TINY), device="cuda", dry_run=True, generator=GeneratorConfig(engine_tp_size=16))), "need 17 GPUs"),
+    (lambda: Config(generator=GeneratorConfig(engine_args='{"kv_cache_dtype": "fp8"}'), losses=LossConfig(mismatch_level="off")), "--mismatch-level off leaves"),
 ])
 def test_flags_that_cannot_work_are_refused_before_anything_starts(make, words):
     with pytest.raises(ValueError, match=words):
@@ -160,6 +165,22 @@ def test_a_second_run_of_the_same_name_is_refused_and_a_finished_one_is_not_resu
 def test_a_line_cut_short_by_a_kill_is_left_out_of_the_metrics(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"st')
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 0}, {"step": 1}]
+
+
+def test_a_plan_for_700_billion_parameters_at_expert_parallel_256_needs_a_config_json_only(tmp_path):
+    """DeepSeek-V3's shape on 256 ranks and 32 engines of 8 GPUs: 16 x 671e9 / 256 bytes of states a rank, 2 x 671e9 / 8 of weights on an engine's GPU, 512 GPUs on 64 nodes; the flags that cannot be are refused."""
+    from transformers import DeepseekV3Config
+
+    DeepseekV3Config().save_pretrained(tmp_path)
+    flags = dict(model=str(tmp_path), device="cuda", dry_run=True, generator=GeneratorConfig(engines=32, engine_tp_size=8))
+    cfg = Config(**flags, trainer=TrainerConfig(trainers=256, ep_size=256, activation_checkpointing=True, tokens_per_microbatch=4096))
+    plan = resolve(cfg)
+    rows = dict(plan.rows(cfg))
+    assert plan.nodes == (8,) * 64 and "512 GPUs" in rows["nodes"] and "engines on 32 of them" in rows["nodes"] and "expert parallel 256" in rows["trainers"]
+    assert plan.rank_gb["states"] == pytest.approx(16 * 671.026e9 / 256 / 2**30, rel=1e-4) and "weights 156.236 GB" in rows["engines"]
+    for wrong, words in ((dict(trainers=96, ep_size=96), "divides them"), (dict(trainers=2, tp_size=2), "split with --ep-size")):
+        with pytest.raises(ValueError, match=words):
+            resolve(Config(**flags, trainer=TrainerConfig(**wrong)))
 
 
 def test_the_dry_run_prints_the_resolved_plan_and_starts_nothing(tmp_path):
