@@ -87,7 +87,7 @@ class GeneratorConfig:
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --context-length {self.context_length}: prompts are never cut "
                 "into chunks, so one step must hold the longest.")
 
-        check_engine_args(self.engine_arguments)
+        check_engine_args(self.engine_arguments, self.drafts)
 
     @property
     def engine_arguments(self) -> dict:
@@ -104,6 +104,12 @@ class GeneratorConfig:
     def quantised_cache(self) -> bool:
         """The KV cache holds fewer bits than the model's dtype."""
         return self.engine_arguments.get("kv_cache_dtype", "auto") not in ("auto", "bfloat16", "float16", "float32")
+
+    @property
+    def drafts(self) -> dict:
+        """How the engine speculates, as vLLM's SpeculativeConfig; empty = not at all."""
+        given = self.engine_arguments
+        return (given.get("speculative_config") or {}) | {field: given[flag] for flag, field in (("spec_method", "method"), ("spec_model", "model"), ("spec_tokens", "num_speculative_tokens")) if flag in given}
 
     def gpu_share(self, shared: bool) -> float:
         """Share of the memory of its GPU that an engine takes; `shared`: the trainer is on the same one."""
@@ -127,7 +133,7 @@ FIXED_ENGINE_ARGS = {                  # fields of AsyncEngineArgs that --engine
 DRAFTS = ("ngram", "ngram_gpu", "suffix")   # speculation from the text itself: no weights that a publish would leave behind
 
 
-def check_engine_args(given: dict) -> None:
+def check_engine_args(given: dict, drafts: dict) -> None:
     """Raises ValueError for a field that vLLM's AsyncEngineArgs has not, that a flag of its own sets, or that would break what training counts on."""
     if not given:
         return
@@ -139,7 +145,6 @@ def check_engine_args(given: dict) -> None:
             raise ValueError(f"--engine-args: vLLM's AsyncEngineArgs has no field {name!r}. Close to it: {', '.join(get_close_matches(name, known, 5, 0.5)) or 'nothing'}.")
         if name in FIXED_ENGINE_ARGS:
             raise ValueError(f"--engine-args: {name} cannot be set there: {FIXED_ENGINE_ARGS[name]}. Leave it out.")
-    drafts = (given.get("speculative_config") or {}) | {field: given[flag] for flag, field in (("spec_method", "method"), ("spec_model", "model")) if flag in given}
     if drafts and drafts.get("method") not in DRAFTS:
         raise ValueError(f"--engine-args: speculation by method {drafts.get('method')!r} (model {drafts.get('model')!r}) needs weights of its own, and a publish sends the policy's only: "
                          f"drafts would come from dummy or old weights. Use a method that drafts from the text: {', '.join(DRAFTS)}.")

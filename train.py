@@ -186,6 +186,9 @@ def resolve(cfg: Config) -> Plan:
                    f"and the ranks on the {GPUS_PER_NODE * len(nodes) - gen.engines * gen.engine_tp_size} GPUs that they leave.")
     if device == "cpu" and gen.engine_tp_size > 1:
         raise ValueError(f"--engine-tp-size {gen.engine_tp_size}: on a CPU an engine is one process. Use --engines for more of them.")
+    if device == "cpu" and gen.drafts:
+        raise ValueError(f"--engine-args: speculation ({gen.drafts.get('method')}) on a CPU: vLLM's CPU kernels leave the temperature of drafted tokens unset (expand_kernel), so tokens and "
+                         "logprobs are not the policy's. Leave it out, or use GPUs.")
     if (gen.tool_parser or gen.reasoning_parser) and issubclass(load_agent(gen.agent).AgentRunner, Env):
         raise ValueError(f"--tool-parser and --reasoning-parser read a ChatAgent's answers; {gen.agent} is an Env, which gets the text as it is. Leave them out.")
     model, config = read_model("--model", cfg.model)

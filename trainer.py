@@ -488,20 +488,19 @@ class Rank:
 
     def export(self, path: str) -> None:
         """Hugging Face layout (config, safetensors, tokenizer, generation config) in the dtype the model came in."""
-        from weight_sync import PolicySource
-
-        tensors = {}
-        for name, tensor in PolicySource(self.model, torch.float32, self.device, tied_head=False):     # every rank joins each gather, rank 0 keeps it
-            if self.rank == 0:
-                tensors[name] = tensor.cpu()
-        if self.rank:
-            return
         from huggingface_hub import save_torch_state_dict
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-        dtype = AutoConfig.from_pretrained(self.path).dtype or torch.float32
+        from weight_sync import PolicySource
+
+        tensors, dtype = {}, AutoConfig.from_pretrained(self.path).dtype or torch.float32
+        for name, tensor in PolicySource(self.model, torch.float32, self.device, tied_head=False):     # every rank joins each gather, rank 0 keeps it
+            if self.rank == 0:
+                tensors[name] = tensor.to("cpu", dtype, copy=True)                                     # experts are views of one tensor, which safetensors would not write
+        if self.rank:
+            return
         Path(path).mkdir(parents=True, exist_ok=True)
-        save_torch_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, path)
+        save_torch_state_dict(tensors, path)
         AutoConfig.from_pretrained(self.path).save_pretrained(path)
         AutoTokenizer.from_pretrained(self.path).save_pretrained(path)
         if Path(self.path, "generation_config.json").exists():

@@ -118,6 +118,7 @@ def error_of(*flags: str, cwd: Path = ROOT) -> str:
     (lambda: resolve(Config(model=str(TINY), device="cpu", trainer=TrainerConfig(trainers=8, tp_size=8))), "4 attention heads, which that does not divide"),
     (lambda: resolve(Config(model=str(TINY), device="cuda", dry_run=True, trainer=TrainerConfig(trainers=2, ep_size=2))), "this model has 0"),
     (lambda: resolve(Config(model=str(TINY), device="cuda", dry_run=True, generator=GeneratorConfig(engine_tp_size=16))), "need 17 GPUs"),
+    (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(engine_args='{"spec_method": "ngram", "spec_tokens": 3}'))), "not the policy's"),
     (lambda: Config(generator=GeneratorConfig(engine_args='{"kv_cache_dtype": "fp8"}'), losses=LossConfig(mismatch_level="off")), "--mismatch-level off leaves"),
 ])
 def test_flags_that_cannot_work_are_refused_before_anything_starts(make, words):
@@ -289,12 +290,9 @@ def test_the_estimator_of_the_readme_is_one_function_and_one_row(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------- the program
-@pytest.mark.long
-@pytest.mark.parametrize("method", sorted(PRESETS))
-def test_every_method_of_the_readme_trains(stack, loop, tmp_path, method):
-    """Two steps of each line through the loop, on the engine that all tests share and a trainer of its own: finite metrics, an
-    update that is not empty, the metrics that belong to its parts."""
-    cfg, _ = parse([*PRESETS[method], "--steps", "2", "--eval-prompts", "20", "--eval-samples", "0", "--checkpoint-every", "0", "--device", "cpu"])
+def two_steps(loop, stack, directory: Path, flags: list[str]) -> list[dict]:
+    """Metrics of two steps through the loop, on the engine that all tests share and a trainer of its own."""
+    cfg, _ = parse([*flags, "--steps", "2", "--eval-prompts", "20", "--eval-samples", "0", "--checkpoint-every", "0", "--device", "cpu"])
     plan, shared = resolve(cfg), stack[1]
 
     async def train():
@@ -302,7 +300,7 @@ def test_every_method_of_the_readme_trains(stack, loop, tmp_path, method):
         await parts.trainer.start()
         await parts.trainer.open_transfer(plan.transfer, parts.engines, 1)
         await parts.publish(0)
-        log, pool = Log(cfg, tmp_path, 0), make_pool(cfg, parts, arithmetic.prompts("train"), 0)
+        log, pool = Log(cfg, directory, 0), make_pool(cfg, parts, arithmetic.prompts("train"), 0)
         await train_loop(cfg, parts, pool, arithmetic.prompts("eval"), log, 0, 1.0)
         log.close()
         for rank in parts.trainer.ranks:
@@ -311,8 +309,24 @@ def test_every_method_of_the_readme_trains(stack, loop, tmp_path, method):
         await shared.publish(0)
 
     loop.run_until_complete(train())
-    rows = metrics(tmp_path)
+    rows = metrics(directory)
     assert [row["version"] for row in rows] == [1, 2] and "eval/greedy" in rows[-1]
+    return rows
+
+
+def test_tensor_parallel_ranks_and_an_offloaded_one_train_and_publish(stack, loop, tmp_path):
+    """Each publish passes coverage, and what the engine samples under it has the trainer's logprobs to 1e-4."""
+    for name, flags in (("tp", ["--trainers", "2", "--tp-size", "2"]), ("offload", ["--offload-optimizer"])):
+        (tmp_path / name).mkdir()
+        rows = two_steps(loop, stack, tmp_path / name, [*flags, "--max-staleness", "0", "--prompts-per-step", "8"])
+        assert all(0 < row["grad_norm"] and row["logprob_gap_max"] <= 1e-4 for row in rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", sorted(PRESETS))
+def test_every_method_of_the_readme_trains(stack, loop, tmp_path, method):
+    """Two steps of each line: finite metrics, an update that is not empty, the metrics that belong to its parts."""
+    rows = two_steps(loop, stack, tmp_path, PRESETS[method])
     for row in rows:
         assert all(math.isfinite(v) for v in row.values() if isinstance(v, float)), row
         assert (row["grad_norm"] > 0 or "--ref" in PRESETS[method]) and row["mismatch_cut_frac"] < 0.5      # a policy that is its own teacher has nothing to learn
