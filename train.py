@@ -248,7 +248,7 @@ def check_shared_memory(total: float, free: float, share: float, rank_gb: float,
     if engine + rank_gb > free:
         raise ValueError(f"engine and trainer share one GPU: {engine:.1f} GB for the engine (--gpu-memory-utilization {share}) and up to {rank_gb:.1f} GB for the trainer are more "
                          f"than the {free:.1f} GB that are free of its {total:.1f}. Lower --gpu-memory-utilization (not below {weights / total:.2f}) or --tokens-per-microbatch, "
-                         "use --activation-checkpointing, a smaller model, or a second GPU.")
+                         "use --activation-checkpointing, --offload-optimizer, a smaller model, or a second GPU.")
     if engine < weights:
         raise ValueError(f"--gpu-memory-utilization {share} leaves the engine {engine:.1f} GB of {total:.1f}; its weights and buffers need {weights:.1f}. Raise it to {weights / total:.2f} or more.")
 

@@ -117,14 +117,14 @@ def test_speculation_and_prefix_caching_stay_inside_the_band_over_20_publishes_i
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind, sizes", [("tied", ["tp", "cp", "copies"]), ("dense", ["tp", "cp"]), ("experts", ["ep"])])
+@pytest.mark.parametrize("kind, sizes", [("tied", ["tp", "cp"]), ("dense", ["tp", "cp"]), ("experts", ["ep"])])
 def test_every_size_has_one_ranks_logprobs_gradient_norm_and_weights(rehearse, report, check, kind, sizes):
-    """Two ranks (copies: four) split each way, all at once on two GPUs, beside one rank: logprobs inside the band, gradient norms within 2 %, the export and
+    """Two ranks split each way, all at once on two GPUs, beside one rank: logprobs inside the band, gradient norms within 2 %, the export and
     what a publish sends bit by bit the original, names included; and an update after saving and loading is the update before."""
     seen = report(f"sizes/{kind}", check(2, 500, "sizes", kind))
     for size in [s for s in sizes if s in seen or not rehearse]:            # a CPU has neither ring attention nor AutoModel's experts
         one, many = seen["one"], seen[size]
-        assert many["exported"] and many["sent"] and many["resumed"] and many["places"] == {"tp": 1, "cp": 1, "ep": 2, "copies": 4}[size], many
+        assert many["exported"] and many["sent"] and many["resumed"] and many["places"] == {"tp": 1, "cp": 1, "ep": 2}[size], many
         assert many["gap_mean"] <= (EXACT if rehearse else MEAN) and many["gap_max"] <= (EXACT if rehearse else MOST), many
         assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4 if rehearse else 0.02), (one, many)
     assert rehearse or set(sizes) <= set(seen)
@@ -378,12 +378,12 @@ def critic(model: str, device: str) -> dict:
             "rank_gb": sum(rank_memory(Shape.of(config), config, rank.cfg, True, True).values())}
 
 
-SIZES = {"one": {}, "tp": dict(trainers=2, tp_size=2), "cp": dict(trainers=2, cp_size=2), "ep": dict(trainers=2, ep_size=2), "copies": dict(trainers=4, dp_replicate_size=2)}
+SIZES = {"one": {}, "tp": dict(trainers=2, tp_size=2), "cp": dict(trainers=2, cp_size=2), "ep": dict(trainers=2, ep_size=2)}
 
 
 def sizes(model: str, device: str) -> dict:
     """`size` of every size that goes with the model, all at once, each rank a process (on a CPU one size after the other); those of several ranks are compared with one rank's."""
-    names = {"tied": ["one", "tp", "cp", "copies"], "dense": ["one", "tp", "cp"], "experts": ["one", "ep"]}[Path(model).name]
+    names = {"tied": ["one", "tp", "cp"], "dense": ["one", "tp", "cp"], "experts": ["one", "ep"]}[Path(model).name]
     seen, ranks, place = {}, {}, Path(model).parent / f"sizes-{Path(model).name}"
     place.mkdir(exist_ok=True)
     for name in [n for n in names if device == "cuda" or n not in ("cp", "ep")]:

@@ -323,19 +323,20 @@ def test_an_export_is_loaded_by_transformers_with_the_trainers_weights(stack, lo
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template
 
 
-def test_a_checkpoint_and_an_export_of_tensor_parallel_ranks_are_those_of_one(cluster, loop, tmp_path):
-    """Two ranks update, save and export; one rank loads, has the same parameters, and the same again after one more update."""
+@pytest.mark.parametrize("size", ["tensor parallel", "offload"])
+def test_a_checkpoint_and_an_export_of_any_size_are_those_of_one_rank(cluster, loop, tmp_path, size):
+    """A size updates, saves and exports; one rank loads, has the same parameters, and the same again after one more update."""
     from safetensors.torch import load_file
 
-    cfg = TrainerConfig(learning_rate=1e-3, warmup_steps=0, decay="constant", trainers=2, tp_size=2)
-    two = trainer_of(loop, cfg)
+    cfg = TrainerConfig(learning_rate=1e-3, warmup_steps=0, decay="constant")
+    two = trainer_of(loop, replace(cfg, **SIZES[size]))
     loop.run_until_complete(two.update(sums(8), "sft"))
     loop.run_until_complete(two.save(tmp_path / "000001", {}, {}))
     loop.run_until_complete(two.export(tmp_path / "hf"))
     loop.run_until_complete(two.update(sums(8), "sft"))
     later = loop.run_until_complete(two._all("parameters"))[0]
     end(two)
-    one = trainer_of(loop, replace(cfg, trainers=1, tp_size=1))
+    one = trainer_of(loop, cfg)
     loop.run_until_complete(one.load(tmp_path / "000001"))
     loaded, exported = loop.run_until_complete(one._all("parameters"))[0], load_file(tmp_path / "hf" / "model.safetensors")
     assert set(exported) == set(loaded) and all(torch.equal(exported[name], loaded[name]) for name in loaded)
