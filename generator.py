@@ -18,7 +18,8 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -50,6 +51,7 @@ class GeneratorConfig:
     routing_replay: Literal["auto", "on", "off"] = "auto"   # a mixture's trainer takes the experts that the engine chose for each token; auto: on a GPU, whose engine can tell them
     engines: int = 1                   # E, vLLM engines; a rollout stays on one
     engine_tp_size: int = 1            # GPUs of one engine (tensor parallel)
+    engine_args: str = "{}"            # further fields of vLLM's AsyncEngineArgs, verbatim, as JSON: '{"speculative_config": {"method": "ngram", ...}, "kv_cache_dtype": "fp8"}'
     agent_workers: int = 1             # W, processes that run agents
     max_num_seqs: int = 512            # sequences an engine runs at once
     max_num_batched_tokens: int = 16384   # tokens an engine takes in one step
@@ -86,9 +88,70 @@ class GeneratorConfig:
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --context-length {self.context_length}: prompts are never cut "
                 "into chunks, so one step must hold the longest.")
 
+        check_engine_args(self.engine_arguments, self.drafts)
+
+    @property
+    def engine_arguments(self) -> dict:
+        """--engine-args, read."""
+        try:
+            given = json.loads(self.engine_args)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--engine-args {self.engine_args}: no JSON ({error}). Want an object of vLLM's AsyncEngineArgs fields, quoted for the shell.") from None
+        if not isinstance(given, dict):
+            raise ValueError(f"--engine-args {self.engine_args}: want a JSON object, field name to value.")
+        return given
+
+    @property
+    def quantised_cache(self) -> bool:
+        """The KV cache holds fewer bits than the model's dtype."""
+        return self.engine_arguments.get("kv_cache_dtype", "auto") not in ("auto", "bfloat16", "float16", "float32")
+
+    @property
+    def drafts(self) -> dict:
+        """How the engine speculates, as vLLM's SpeculativeConfig; empty = not at all."""
+        given = self.engine_arguments
+        return (given.get("speculative_config") or {}) | {field: given[flag] for flag, field in (("spec_method", "method"), ("spec_model", "model"), ("spec_tokens", "num_speculative_tokens")) if flag in given}
+
     def gpu_share(self, shared: bool) -> float:
         """Share of the memory of its GPU that an engine takes; `shared`: the trainer is on the same one."""
         return self.gpu_memory_utilization or (0.4 if shared else 0.85)
+
+
+FIXED_ENGINE_ARGS = {                  # fields of AsyncEngineArgs that --engine-args may not set -> why, and the way out
+    "model": "it is --model", "dtype": "it is --dtype", "max_model_len": "it is --context-length", "tensor_parallel_size": "it is --engine-tp-size",
+    "max_num_seqs": "it is --max-num-seqs", "max_num_batched_tokens": "it is --max-num-batched-tokens", "gpu_memory_utilization": "it is --gpu-memory-utilization",
+    "kv_cache_memory_bytes": "it is --kv-cache-gb on a CPU, what --gpu-memory-utilization leaves on a GPU", "enforce_eager": "it is --enforce-eager",
+    "reasoning_parser": "it is --reasoning-parser", "seed": "each request carries its own", "logprobs_mode": "the trainer compares logprobs after the temperature",
+    "load_format": "weights come by publishes only", "weight_transfer_config": "weights come by publishes only", "worker_cls": "weight_sync's receiver is mixed into vLLM's own worker",
+    "worker_extension_cls": "weight_sync's receiver is mixed into vLLM's own worker", "hf_overrides": "engine and trainer must have one architecture",
+    "tokenizer": "ids and text must mean the same to engine and agents", "quantization": "a publish sends the trainer's weights, so quantised ones would be another policy than the one trained",
+    "quantization_config": "a publish sends the trainer's weights, so quantised ones would be another policy than the one trained", "enable_lora": "a publish sends whole weights",
+    "enable_return_routed_experts": "it is --routing-replay",
+    "logits_processors": "they change what is sampled, and the trainer does not know them", "enable_chunked_prefill": "a seeded request whose prefill is cut into chunks kills a CPU engine",
+    "stream_interval": "tokens held back over a publish would carry the label of the next version", "pipeline_parallel_size": "a transfer group has --engine-tp-size workers of each engine",
+    "data_parallel_size": "a transfer group has --engine-tp-size workers of each engine; use --engines", "nnodes": "an engine runs on one node",
+    "distributed_executor_backend": "the transfer group counts on vLLM's own processes",
+}
+DRAFTS = ("ngram", "ngram_gpu", "suffix")   # speculation from the text itself: no weights that a publish would leave behind
+
+
+def check_engine_args(given: dict, drafts: dict) -> None:
+    """Raises ValueError for a field that vLLM's AsyncEngineArgs has not, that a flag of its own sets, or that would break what training counts on."""
+    if not given:
+        return
+    from vllm import AsyncEngineArgs
+
+    known = [f.name for f in fields(AsyncEngineArgs)]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"--engine-args: vLLM's AsyncEngineArgs has no field {name!r}. Close to it: {', '.join(get_close_matches(name, known, 5, 0.5)) or 'nothing'}.")
+        if name in FIXED_ENGINE_ARGS:
+            raise ValueError(f"--engine-args: {name} cannot be set there: {FIXED_ENGINE_ARGS[name]}. Leave it out.")
+    if drafts and drafts.get("method") not in DRAFTS:
+        raise ValueError(f"--engine-args: speculation by method {drafts.get('method')!r} (model {drafts.get('model')!r}) needs weights of its own, and a publish sends the policy's only: "
+                         f"drafts would come from dummy or old weights. Use a method that drafts from the text: {', '.join(DRAFTS)}.")
+    if drafts.get("rejection_sample_method") == "synthetic":
+        raise ValueError("--engine-args: rejection_sample_method 'synthetic' accepts drafts that the policy would not sample, so logprobs are not those of the tokens' distribution. Use 'standard'.")
 
 
 @dataclass(frozen=True)
@@ -177,13 +240,14 @@ class Engine:
             self.output_kind = RequestOutputKind.CUMULATIVE if replay else RequestOutputKind.DELTA
         cpu = {"enforce_eager": True, "kv_cache_memory_bytes": int(self.cfg.kv_cache_gb * 2**30), "distributed_executor_backend": "uni"}
         gpu = {"gpu_memory_utilization": self.cfg.gpu_share(self.transfer == "ipc"), "tensor_parallel_size": self.cfg.engine_tp_size, "enforce_eager": self.cfg.enforce_eager}
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
+        fixed = dict(
             model=self.model, dtype=self.dtype, load_format="dummy", max_model_len=self.cfg.context_length, max_num_seqs=self.cfg.max_num_seqs,
             max_num_batched_tokens=self.cfg.max_num_batched_tokens, enable_chunked_prefill=False, enable_prefix_caching=True,
             block_size=32 if self.transfer == "gloo" else None, logprobs_mode="processed_logprobs", disable_log_stats=True,
             worker_extension_cls="weight_sync.Receiver", enable_return_routed_experts=replay,
             hf_overrides={"tie_word_embeddings": False} if self.untie else {},
-            weight_transfer_config=WeightTransferConfig(backend=self.transfer), **(cpu if self.transfer == "gloo" else gpu)))
+            weight_transfer_config=WeightTransferConfig(backend=self.transfer), **(cpu if self.transfer == "gloo" else gpu))
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**fixed | self.cfg.engine_arguments))
         await self.llm.collective_rpc("watch_weights")
         return [process.pid for process in psutil.Process().children(recursive=True)]
 

@@ -38,7 +38,7 @@ from agent import Env, load_agent
 from estimators import ESTIMATORS, Batch, EstimatorConfig, collate, shape_rewards, value_targets
 from generator import AgentWorker, Engine, EngineGone, GeneratorConfig, Group, Pool, PromptStream, read_prompts
 from losses import AGGREGATIONS, IGNORED, LossConfig, adapt_kl_scale
-from trainer import Trainer, TrainerConfig, rank_memory
+from trainer import Shape, Trainer, TrainerConfig, rank_memory
 
 ROOT = Path(__file__).resolve().parent
 console = Console(stderr=False, highlight=False)
@@ -107,6 +107,9 @@ class Config:
         if gen.max_staleness and self.losses.mismatch_level == "off":
             raise ValueError(f"--max-staleness {gen.max_staleness} trains on tokens of older weights, and --mismatch-level off leaves them uncorrected. "
                              "Use --mismatch-level token (or seq, geo), or --max-staleness 0.")
+        if gen.quantised_cache and self.losses.mismatch_level == "off":
+            raise ValueError(f"--engine-args kv_cache_dtype {gen.engine_arguments['kv_cache_dtype']} moves the engine's logprobs away from the trainer's, and --mismatch-level off leaves "
+                             "that uncorrected. Use --mismatch-level token (or seq, geo), or leave kv_cache_dtype out.")
         if train.minibatches > gen.prompts_per_step:
             raise ValueError(f"--minibatches {train.minibatches} is more than --prompts-per-step {gen.prompts_per_step}; groups are not split.")
         for name, least in (("steps", 1), ("eval_prompts", 1), ("keep_checkpoints", 1), ("eval_samples", 0), ("eval_every", 0), ("checkpoint_every", 0)):
@@ -131,24 +134,28 @@ class Plan:
     transfer: str                      # weight transfer backend
     nodes: tuple[int, ...]             # GPUs of each node that are used: none on a CPU run
     cores: int                         # of one node
-    parameters: int
+    shape: Shape
     tie_word_embeddings: bool
-    experts: bool                      # a mixture of experts
-    replay: bool                       # whose trainer takes the experts that the engine chose
-    rank_gb: float                     # memory a lone trainer rank needs at most
+    replay: bool                       # a mixture whose trainer takes the experts that the engine chose
+    rank_gb: dict[str, float]          # memory a trainer rank needs at most, GB by what for
+    cache_gb: float                    # KV cache of one full context on each GPU of an engine
+    missing: str                       # what the machine lacks, said by --dry-run; "" = nothing
 
     def rows(self, cfg: Config) -> list[tuple[str, str]]:
-        gen, train, gb = cfg.generator, cfg.trainer, 2**30
-        weights = self.parameters * (2 if self.dtype == "bfloat16" else 4) / gb / gen.engine_tp_size
+        gen, train, cuda = cfg.generator, cfg.trainer, self.device == "cuda"
+        weights = self.shape.parameters * (2 if self.dtype == "bfloat16" else 4) / 2**30 / gen.engine_tp_size
+        split = {"data parallel": train.places, "tensor parallel": train.tp_size, "context parallel": train.cp_size, "expert parallel": train.ep_size, "copies": train.dp_replicate_size}
+        sizes = ", ".join(f"{name} {size}" for name, size in split.items() if size > 1)
+        rank = f"at most {sum(self.rank_gb.values()):.1f} GB each (" + ", ".join(f"{name} {gb:.1f}" for name, gb in self.rank_gb.items()) + ")"
         return [
-            ("model", f"{cfg.model}, {self.parameters / 1e6:.2f} M parameters"),
-            ("nodes", f"{len(self.nodes)}, with {', '.join(map(str, self.nodes))} GPUs and {self.cores} cores each"),
+            ("model", f"{cfg.model}, {self.shape.parameters / 1e6:,.2f} M parameters" + (f", {self.shape.num_experts} experts a layer" if self.shape.num_experts else "")),
+            ("nodes", self.missing or f"{len(self.nodes)}, with {', '.join(map(str, self.nodes))} GPUs and {self.cores} cores each"),
             ("device", f"{self.device}; forward in {self.dtype}, master weights in float32"),
-            ("engines", f"{gen.engines} vLLM x {gen.engine_tp_size} {'GPU' if self.device == 'cuda' else 'process'}, weights {weights:.3f} GB each"),
-            ("trainers", f"{train.trainers} FSDP2 ranks, {self.parameters * 16 / gb / train.trainers:.3f} GB each (master, gradient, two moments)"
-                         + (f", reference {self.parameters * 4 / gb / train.trainers:.3f} GB if as large" if cfg.reference else "")
-                         + (f", critic {self.parameters * 16 / gb / train.trainers:.3f} GB if as large" if ESTIMATORS[cfg.estimator].critic else "")),
-        ] + [("routing", "the engine's choice of experts is replayed in the trainer" if self.replay else "engine and trainer choose experts each for itself")] * self.experts + [("memory", f"of the GPU {gen.gpu_share(True):.0%} are the engine's; the trainer needs at most {self.rank_gb:.1f} GB")] * (self.transfer == "ipc") + [
+            ("engines", f"{gen.engines} vLLM x {gen.engine_tp_size} {'GPU' if cuda else 'process'}, weights {weights:.3f} GB on each, KV cache {self.cache_gb:.3f} GB for a full context"
+                        + (f"; {gen.engine_args}" if gen.engine_arguments else "")),
+            ("trainers", f"{train.trainers} FSDP2 ranks{': ' * bool(sizes)}{sizes}; {rank}" + ", states on the CPU" * train.offload_optimizer),
+        ] + [("routing", "the engine's choice of experts is replayed in the trainer" if self.replay else "engine and trainer choose experts each for itself")] * bool(self.shape.num_experts)
+        + [("memory", f"of the GPU {gen.gpu_share(True):.0%} are the engine's; the trainer needs at most {sum(self.rank_gb.values()):.1f} GB")] * (self.transfer == "ipc") + [
             ("agents", f"{gen.agent_workers} workers of {gen.agent}"),
             ("transfer", f"{self.transfer}, group of {1 + gen.engines * gen.engine_tp_size}"),
             ("step", f"{gen.prompts_per_step} prompts x {gen.group_size} rollouts, {train.optimizer_steps} optimizer steps; "
@@ -159,50 +166,79 @@ class Plan:
 
 
 def resolve(cfg: Config) -> Plan:
-    """Check the flags against the machine and the model; raises ValueError before anything is started."""
-    gen, nodes, where = cfg.generator, (torch.cuda.device_count(),), "this machine"
+    """Check the flags against the machine and the model; raises ValueError before anything is started. --dry-run assumes the GPUs that are missing."""
+    gen, train, nodes, where, missing = cfg.generator, cfg.trainer, (torch.cuda.device_count(),), "this machine", ""
     if cfg.ray_address:                                                  # the caller has connected to it
         alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         nodes, where = tuple(int(resources.get("GPU", 0)) for resources in alive), f"the cluster at {cfg.ray_address}"
     gpus = sum(nodes)
-    if cfg.device == "cuda" and not gpus:
+    if cfg.device == "cuda" and not gpus and not cfg.dry_run:
         raise ValueError(f"--device cuda: {where} has no usable NVIDIA GPU. Use --device cpu, or check the driver and the installed torch.")
     device = ("cuda" if gpus else "cpu") if cfg.device == "auto" else cfg.device
-    need = cfg.trainer.trainers + gen.engines * gen.engine_tp_size
+    need = train.trainers + gen.engines * gen.engine_tp_size
     shared = device == "cuda" and gpus == 1 and need == 2                # one GPU for both: weights move inside it
     if device == "cuda" and not shared and (need > gpus or gen.engines > sum(n // gen.engine_tp_size for n in nodes)):
-        raise ValueError(f"{cfg.trainer.trainers} trainers and {gen.engines} engines of {gen.engine_tp_size} GPUs (each on one node) need {need} GPUs; {where} "
-                         f"has {' + '.join(map(str, nodes))}. Lower --trainers, --engines or --engine-tp-size, or use --device cpu.")
+        words = (f"{train.trainers} trainers and {gen.engines} engines of {gen.engine_tp_size} GPUs (each on one node) need {need} GPUs; {where} "
+                 f"has {' + '.join(map(str, nodes))}.")
+        if not cfg.dry_run or gen.engine_tp_size > GPUS_PER_NODE:
+            raise ValueError(f"{words} Lower --trainers, --engines or --engine-tp-size, or use --device cpu.")
+        a_node = GPUS_PER_NODE // gen.engine_tp_size                     # engines
+        nodes = (GPUS_PER_NODE,) * max(-(-need // GPUS_PER_NODE), -(-gen.engines // a_node))
+        missing = (f"{words} So suppose {len(nodes)} nodes of {GPUS_PER_NODE}: engines on {-(-gen.engines // a_node)} of them, {a_node} a node at most, "
+                   f"and the ranks on the {GPUS_PER_NODE * len(nodes) - gen.engines * gen.engine_tp_size} GPUs that they leave.")
     if device == "cpu" and gen.engine_tp_size > 1:
         raise ValueError(f"--engine-tp-size {gen.engine_tp_size}: on a CPU an engine is one process. Use --engines for more of them.")
+    if device == "cpu" and gen.drafts:
+        raise ValueError(f"--engine-args: speculation ({gen.drafts.get('method')}) on a CPU: vLLM's CPU kernels leave the temperature of drafted tokens unset (expand_kernel), so tokens and "
+                         "logprobs are not the policy's. Leave it out, or use GPUs.")
     if (gen.tool_parser or gen.reasoning_parser) and issubclass(load_agent(gen.agent).AgentRunner, Env):
         raise ValueError(f"--tool-parser and --reasoning-parser read a ChatAgent's answers; {gen.agent} is an Env, which gets the text as it is. Leave them out.")
     model, config = read_model("--model", cfg.model)
-    ref, ref_config = read_model("--ref", cfg.trainer.ref or cfg.model)
-    critic, _ = read_model("--critic", cfg.trainer.critic or cfg.model)
+    ref, ref_config = read_model("--ref", train.ref or cfg.model)
+    critic, _ = read_model("--critic", train.critic or cfg.model)
     if ref_config.vocab_size != config.vocab_size:
-        raise ValueError(f"--ref {cfg.trainer.ref} has a vocabulary of {ref_config.vocab_size} tokens, --model {cfg.model} one of {config.vocab_size}: "
+        raise ValueError(f"--ref {train.ref} has a vocabulary of {ref_config.vocab_size} tokens, --model {cfg.model} one of {config.vocab_size}: "
                          "logprobs of the same ids can only be compared under one tokenizer. Choose models of one family.")
-    from transformers import AutoModelForCausalLM
-
     limit = config.max_position_embeddings
     if gen.context_length > limit:
         raise ValueError(f"--context-length {gen.context_length} is more than the {limit} positions of {cfg.model}; lower it.")
-    with torch.device("meta"):
-        sizes = {name: p.numel() for name, p in AutoModelForCausalLM.from_config(config).named_parameters()}
-    parameters, experts = sum(sizes.values()), any(".experts." in name for name in sizes)
-    if gen.routing_replay == "on" and not experts:
+    shape = Shape.of(config)
+    check_sizes(train, shape, config, device)
+    if gen.routing_replay == "on" and not shape.num_experts:
         raise ValueError(f"--routing-replay on: {cfg.model} is no mixture of experts, so there are no routes. Leave it out.")
     if gen.routing_replay == "on" and device == "cpu":
         raise ValueError("--routing-replay on: vLLM's CPU engine does not tell which experts it chose. Leave it out; in float32 engine and trainer seldom choose differently.")
     dtype = ("bfloat16" if device == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
     transfer = "gloo" if device == "cpu" else "ipc" if shared else "nccl"
     cores = len(os.sched_getaffinity(0))
-    rank_gb = rank_memory(parameters, config, cfg.trainer, cfg.reference, ESTIMATORS[cfg.estimator].critic)
+    rank_gb = rank_memory(shape, config, train, cfg.reference, ESTIMATORS[cfg.estimator].critic)
     if shared and cfg.ray_address is None:               # the GPU of a cluster may be another machine's
-        check_shared_memory(*gpu_memory(), gen.gpu_share(True), rank_gb, parameters)
-    return Plan(model, ref, critic, device, dtype, transfer, nodes if device == "cuda" else (0,) * len(nodes), cores, parameters, bool(config.tie_word_embeddings),
-                experts, experts and device == "cuda" and gen.routing_replay != "off", rank_gb)
+        check_shared_memory(*gpu_memory(), gen.gpu_share(True), sum(rank_gb.values()), shape.parameters)
+    text = config.get_text_config().to_dict()
+    head = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    latent = text.get("kv_lora_rank")                    # latent attention: one vector a token, whole on each GPU
+    numbers = latent + text["qk_rope_head_dim"] if latent else 2 * max(1, text["num_key_value_heads"] // gen.engine_tp_size) * head
+    cache_gb = gen.context_length * text["num_hidden_layers"] * numbers * (1 if gen.quantised_cache else 2 if dtype == "bfloat16" else 4) / 2**30
+    return Plan(model, ref, critic, device, dtype, transfer, nodes if device == "cuda" else (0,) * len(nodes), cores, shape, bool(config.tie_word_embeddings),
+                bool(shape.num_experts) and device == "cuda" and gen.routing_replay != "off", rank_gb, cache_gb, missing)
+
+
+GPUS_PER_NODE = 8                      # of the nodes that --dry-run assumes
+
+
+def check_sizes(cfg: TrainerConfig, shape: Shape, config, device: str) -> None:
+    """Raises ValueError when the model cannot be split in the trainer's sizes, or not on this device."""
+    text = config.get_text_config()
+    if device == "cpu" and (cfg.cp_size > 1 or cfg.ep_size > 1):
+        raise ValueError(f"--cp-size {cfg.cp_size}, --ep-size {cfg.ep_size}: torch's ring attention and AutoModel's mixtures need GPUs. On a CPU use --tp-size, --dp-replicate-size or plain --trainers.")
+    if cfg.ep_size > 1 and (not shape.num_experts or shape.num_experts % cfg.ep_size):
+        raise ValueError(f"--ep-size {cfg.ep_size} shares out the experts of a layer, and this model has {shape.num_experts}. Use a size that divides them, or --ep-size 1.")
+    if cfg.same_rows > 1 and shape.num_experts:
+        raise ValueError(f"--tp-size {cfg.tp_size}, --cp-size {cfg.cp_size}: a mixture of experts is split with --ep-size; AutoModel's need Transformer Engine for context parallelism, "
+                         "and have no tensor-parallel plan for attention.")
+    for name, count in (("attention heads", text.num_attention_heads), ("key-value heads", text.num_key_value_heads), ("words in its vocabulary", text.vocab_size)):
+        if count % cfg.tp_size:
+            raise ValueError(f"--tp-size {cfg.tp_size}: the model has {count} {name}, which that does not divide. Use a size that does, or --tp-size 1.")
 
 
 def gpu_memory() -> tuple[float, float]:
@@ -219,7 +255,7 @@ def check_shared_memory(total: float, free: float, share: float, rank_gb: float,
     if engine + rank_gb > free:
         raise ValueError(f"engine and trainer share one GPU: {engine:.1f} GB for the engine (--gpu-memory-utilization {share}) and up to {rank_gb:.1f} GB for the trainer are more "
                          f"than the {free:.1f} GB that are free of its {total:.1f}. Lower --gpu-memory-utilization (not below {weights / total:.2f}) or --tokens-per-microbatch, "
-                         "use --activation-checkpointing, a smaller model, or a second GPU.")
+                         "use --activation-checkpointing, --offload-optimizer, a smaller model, or a second GPU.")
     if engine < weights:
         raise ValueError(f"--gpu-memory-utilization {share} leaves the engine {engine:.1f} GB of {total:.1f}; its weights and buffers need {weights:.1f}. Raise it to {weights / total:.2f} or more.")
 
@@ -871,8 +907,8 @@ def parse(args: list[str] | None = None) -> tuple[Config, Path]:
 def main() -> int:
     directory = Path("runs")
     try:
-        cfg, directory = parse()
         quiet()
+        cfg, directory = parse()
         if cfg.ray_address:                               # what its nodes have decides the plan
             start_ray(cfg.ray_address)
         plan = resolve(cfg)

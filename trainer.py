@@ -4,7 +4,12 @@ It knows no rollouts and no rewards, and does not choose an estimator: it is giv
 handle; the work is done by N `Rank` actors (Ray) under FSDP2, one a GPU, or gloo processes on a CPU. Master weights
 and gradients are float32, the forward runs in the run's dtype.
 
-Letters: B rows and T tokens of the batch, b rows and t tokens of a micro-batch, N ranks, V vocabulary.
+Sizes: the N ranks are a mesh of dp_replicate x dp_shard x cp x tp, tp innermost. The tp x cp ranks of one data-parallel
+place are given the same rows: tp splits the matrices, cp the columns of each row; ep deals a mixture's experts to the
+ranks, whatever their rows. FSDP2 shards over dp_shard x cp, and copies over dp_replicate.
+
+Letters: B rows and T tokens of the batch, b rows and t tokens of a micro-batch, N ranks, D = N / (tp x cp) data-parallel
+places, V vocabulary.
 Sources: FSDP2 is torch.distributed.fsdp.fully_shard; models and sharding plans are NVIDIA NeMo AutoModel's.
 """
 
@@ -15,8 +20,8 @@ import pickle
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -25,6 +30,7 @@ import ray
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
 
 from estimators import PER_ROLLOUT, Batch
 from losses import LossConfig, critic_step_loss, step_loss
@@ -36,6 +42,10 @@ class TrainerConfig:
     """How the policy is trained."""
 
     trainers: int = 1                  # N, ranks that share the policy (FSDP2)
+    tp_size: int = 1                   # ranks that split each matrix (tensor parallel), vocabulary included; given the same rows
+    cp_size: int = 1                   # ranks that split the columns of each row (context parallel), on GPUs; given the same rows
+    ep_size: int = 1                   # ranks that share out a mixture's experts (expert parallel), on GPUs
+    dp_replicate_size: int = 1         # copies of the sharded policy (hybrid sharding): gradients are averaged over them
     learning_rate: float = 3e-4        # peak learning rate of AdamW
     critic_learning_rate: float = 1e-3   # that of the critic (gae)
     warmup_steps: int = 10             # optimizer steps of linear warm-up
@@ -48,13 +58,32 @@ class TrainerConfig:
     minibatches: int = 1               # optimizer steps a pass
     tokens_per_microbatch: int = 16384   # rows times longest row of one forward and backward, tokens
     activation_checkpointing: bool = False   # recompute activations in the backward: less memory, more time
+    offload_optimizer: bool = False    # master weights, gradients and moments in CPU memory, where the optimizer steps: less GPU memory, more time
     ref: str | None = None             # reference policy of a KL (None = the run's starting model), or the teacher to distill from
     critic: str | None = None          # model that the critic starts from, with a new head (gae); None = the run's starting model
 
     def __post_init__(self):
-        for name in ("trainers", "epochs", "minibatches", "tokens_per_microbatch"):
+        for name in ("trainers", "tp_size", "cp_size", "ep_size", "dp_replicate_size", "epochs", "minibatches", "tokens_per_microbatch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: want at least 1.")
+        if self.trainers % self.same_rows or self.trainers % self.ep_size:
+            raise ValueError(f"--trainers {self.trainers} is no multiple of --tp-size {self.tp_size} times --cp-size {self.cp_size}, or not of --ep-size {self.ep_size}. Change --trainers.")
+        if self.places % self.dp_replicate_size or 1 < self.dp_replicate_size == self.places:
+            raise ValueError(f"--dp-replicate-size {self.dp_replicate_size}: --trainers {self.trainers} leaves {self.places} data-parallel ranks (after --tp-size and --cp-size); "
+                             "each copy wants at least 2 of them, all as many. Use more --trainers, or a smaller --dp-replicate-size.")
+        if self.ep_size > 1 and (self.same_rows > 1 or self.dp_replicate_size > 1 or self.offload_optimizer):
+            raise ValueError(f"--ep-size {self.ep_size} goes with plain data parallelism only: leave out --tp-size, --cp-size, --dp-replicate-size and --offload-optimizer. "
+                             "AutoModel has no tensor-parallel plan for attention beside expert parallelism, and its experts lie outside FSDP2's offload.")
+
+    @property
+    def same_rows(self) -> int:
+        """Ranks of one data-parallel place: they are given the same rows."""
+        return self.tp_size * self.cp_size
+
+    @property
+    def places(self) -> int:
+        """D, data-parallel places: each is given rows of its own."""
+        return self.trainers // self.same_rows
 
     @property
     def optimizer_steps(self) -> int:
@@ -64,7 +93,7 @@ class TrainerConfig:
 
 # ---------------------------------------------------------------------------------------------------- splitting a batch
 def plan_microbatches(batch: Batch, rows: Tensor, ranks: int, budget: int) -> list[list[list[int]]]:
-    """Rows -> for each rank a list of micro-batches (lists of rows), as many on every rank; an idle one is empty.
+    """Rows -> for each data-parallel rank a list of micro-batches (lists of rows), as many on every rank; an idle one is empty.
 
     A rollout's segments stay together (sequence ratios need them). Longest first, dealt to the ranks in turn, so ranks
     carry like loads and a micro-batch (rows times its longest row <= budget, tokens) has little padding.
@@ -119,18 +148,78 @@ def head_columns(batch: Batch, device: torch.device) -> tuple[Tensor, int]:
     return batch.token_ids.to(device).long(), first
 
 
-def forward(model, batch: Batch, device: torch.device, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+def forward(model, batch: Batch, device: torch.device, entropy: bool = False, split: "SplitRows | None" = None) -> tuple[Tensor, Tensor | None]:
     """logprobs (and entropy), nats, [b, t] of the batch's tokens, exact on response tokens; float32 whatever the compute dtype.
 
     Rows are padded on the right, so causal attention needs no mask. The head runs only from the first response column on.
+    `split`: this rank computes its share of the columns only (context parallel), and has the others' results from them.
     """
     token_ids, first = head_columns(batch, device)                                 # [b, t]
-    keep = torch.arange(first - 1, token_ids.shape[1] - 1, device=device)
-    logits = model(input_ids=token_ids, use_cache=False, logits_to_keep=keep).logits.float() / batch.temperature   # [b, t-first, V]
-    targets = token_ids[:, first:]                                                 # [b, t-first]
-    logprobs = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-    h = align(torch.distributions.Categorical(logits=logits).entropy(), first) if entropy else None   # [b, t]
-    return align(logprobs, first), h                                               # [b, t]
+    if split:
+        inputs, keep, targets, whole_rows = split(model, token_ids, first)
+    else:
+        inputs, keep = {"input_ids": token_ids}, torch.arange(first - 1, token_ids.shape[1] - 1, device=device)
+        targets, whole_rows = token_ids[:, first:], lambda states: states          # [b, t-first]
+    logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits.float() / batch.temperature   # [b, t-first, V]
+    if isinstance(logits, DTensor):
+        logprobs, h = vocabulary_parallel(logits, targets, entropy)
+    else:
+        logprobs = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+        h = torch.distributions.Categorical(logits=logits).entropy() if entropy else None
+    return align(whole_rows(logprobs), first), align(whole_rows(h), first) if entropy else None   # [b, t]
+
+
+def vocabulary_parallel(logits: DTensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """log p of the targets (and entropy), [b, t], from logits of which each tensor-parallel rank holds its part of V; only numbers a token cross between ranks.
+
+    Partial results are DTensors that say so, hence their sums are those of the whole. So are gradients, as long as no sum that carries one enters a partial result.
+    """
+    mesh, local = logits.device_mesh, logits.to_local()                            # [b, t, V / tp]
+
+    def total(part: Tensor) -> Tensor:
+        return DTensor.from_local(part, mesh, [Partial()], run_check=False).full_tensor()
+
+    most = DTensor.from_local(local.detach().amax(-1), mesh, [Partial("max")], run_check=False).full_tensor()   # [b, t]
+    weight = (local - most[..., None]).exp()                                       # [b, t, V / tp]  p times `weights`
+    weights = total(weight.sum(-1))                                                # [b, t]
+    log_sum = weights.log() + most                                                 # [b, t]
+    share = -(-logits.shape[-1] // mesh.size())                                    # as DTensor cuts V: all of `share`, the last ones less
+    place = targets - mesh.get_local_rank() * share                                # [b, t] of the target in this rank's part
+    mine = (place >= 0) & (place < local.shape[-1])
+    at_target = local.gather(-1, place.clamp(0, local.shape[-1] - 1)[..., None])[..., 0]
+    h = log_sum - total((weight * local).sum(-1)) / weights if entropy else None
+    return total(torch.where(mine, at_target, 0)) - log_sum, h                     # [b, t]
+
+
+@dataclass
+class SplitRows:
+    """Context parallelism of one forward and backward: each rank of the group has its share of every row's columns, in AutoModel's load-balanced order.
+
+    `until_backward` keeps AutoModel's ring attention in place: it must be open through the backward.
+    """
+
+    mesh: "torch.distributed.DeviceMesh"
+    until_backward: ExitStack
+
+    def __call__(self, model, token_ids: Tensor, first: int) -> tuple[dict, Tensor, Tensor, Callable]:
+        """(the model's inputs, this rank's columns that say something about a response, their targets, its results [b, kept] -> those of all, [b, t-first])."""
+        from nemo_automodel.components.distributed.context_parallel.sharder import ContextParallelSharder
+
+        columns = torch.arange(token_ids.shape[1], device=token_ids.device).expand(token_ids.shape)
+        inputs = {"input_ids": token_ids.clone(), "labels": token_ids.roll(-1, 1), "position_ids": columns.clone()}   # sharded in place, column t with token t+1
+        sharder = ContextParallelSharder(model, self.mesh, inputs)
+        context, inputs = sharder.shard(inputs)
+        self.until_backward.enter_context(context())
+        targets, position = inputs.pop("labels"), inputs["position_ids"][0]                      # [b, t/cp], [t/cp]; padding has position 0
+        own = torch.arange(len(position), device=position.device)
+        told = (position >= first - 1) & (position < token_ids.shape[1] - 1)
+        keep = own[told]
+
+        def whole_rows(states: Tensor) -> Tensor:
+            mine = torch.zeros(targets.shape, device=states.device).index_copy(1, keep, states)  # [b, t/cp]
+            return sharder.gather_token_tensor(mine, trim=True)[:, first - 1: -1]
+
+        return inputs, keep, targets[:, keep], whole_rows
 
 
 def forward_values(model, batch: Batch, device: torch.device) -> Tensor:
@@ -231,64 +320,101 @@ class WholePickler(pickle.Pickler):
 
 
 # ---------------------------------------------------------------------------------------------------- model
-def load_model(path: str, dtype: torch.dtype, device: torch.device, activation_checkpointing: bool = False, critic: bool = False):
-    """The model at `path` with float32 master weights, sharded by FSDP2 over all ranks, computing in `dtype`.
+def load_model(path: str, dtype: torch.dtype, device: torch.device, cfg: TrainerConfig, critic: bool = False, trained: bool = True):
+    """(model, its AutoModel mesh): the model at `path` with float32 master weights, sharded by FSDP2 over all ranks in the sizes of `cfg`, computing in `dtype`.
 
-    GPU: AutoModel's own classes. CPU: transformers' class under AutoModel's parallelizer (its loader wants a CUDA device).
+    GPU: AutoModel's own classes (under context parallelism transformers' class, as AutoModel's attention would need
+    Transformer Engine there). CPU: transformers' class under AutoModel's parallelizer (its loader wants a CUDA device).
     `critic`: the same backbone under a new head with one output a token (a token classifier of one label), transformers'
-    class everywhere: AutoModel would take its causal model for it.
+    class everywhere: AutoModel would take its causal model for it. It is sharded over all ranks, whatever the sizes:
+    ranks of one data-parallel place then compute the same values, and the mean over them is the same gradient.
     AutoModel does not shard one rank, which would also drop the dtype policy: there fully_shard is called here, so that
     compute dtype, checkpoint and publish are one code at every number of ranks.
     """
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
+    from nemo_automodel.components.distributed.mesh import ParallelismSizes
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+    recompute, alone = cfg.activation_checkpointing and trained, dist.get_world_size() == 1
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    head = {"num_labels": 1} if critic else {}
-    setup = None
-    if device.type == "cuda" or dist.get_world_size() > 1:
-        from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
-
-        setup = DistributedSetup.build(FSDP2Config(mp_policy=policy), activation_checkpointing=activation_checkpointing)
+    offload = {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")} if cfg.offload_optimizer else {}
+    sizes = ParallelismSizes() if critic else ParallelismSizes(tp_size=cfg.tp_size, cp_size=cfg.cp_size, ep_size=cfg.ep_size, dp_replicate_size=cfg.dp_replicate_size)
+    setup = DistributedSetup.build(FSDP2Config(mp_policy=policy, **{} if alone else offload), sizes, activation_checkpointing=recompute)
     if device.type == "cuda" and not critic:
         from nemo_automodel import NeMoAutoModelForCausalLM
 
-        model = NeMoAutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float32, distributed_setup=setup, attn_implementation="sdpa")
+        model = NeMoAutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float32, distributed_setup=setup, attn_implementation="sdpa", force_hf=cfg.cp_size > 1)
     else:
         from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-        model = (AutoModelForTokenClassification if critic else AutoModelForCausalLM).from_pretrained(path, dtype=torch.float32, **head).to(device)
-        if dist.get_world_size() > 1:
+        head = {"num_labels": 1} if critic else {}
+        model = (AutoModelForTokenClassification if critic else AutoModelForCausalLM).from_pretrained(path, dtype=torch.float32, **head)
+        model = model if offload else model.to(device)
+        if not alone:
             from nemo_automodel.components.distributed.model_parallelizer import parallelize_model
 
             model = parallelize_model(model, setup.mesh_context)
-    if dist.get_world_size() == 1:
-        if activation_checkpointing and (device.type == "cpu" or critic):     # AutoModel's loader has done it for its own
+    if alone:
+        if recompute and (device.type == "cpu" or critic):       # AutoModel's loader has done it for its own
             model.gradient_checkpointing_enable()
-        mesh = init_device_mesh(device.type, (1,))
+        shard = dict(mesh=setup.mesh_context.device_mesh["dp_shard"], mp_policy=policy, **offload)
         layers = next(m for m in model.modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.ModuleDict)))
         for layer in layers.children():
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+            fully_shard(layer, **shard)
+        fully_shard(model, **shard)
+    for module in model.modules() if offload else ():            # FSDP2 brings parameters to the GPU for their layer, but not buffers
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     assert all(p.dtype == torch.float32 for p in model.parameters()), "master weights must be float32"
-    model.train(activation_checkpointing)      # else as in eval: dropout would make the forward another model's
+    model.train(recompute)                 # else as in eval: dropout would make the forward another model's
     for gate in (m for m in model.modules() if hasattr(m, "router_replay")):
-        gate.eval()                            # AutoModel's gates add a loss of their own in train mode, for balance
-    return model
+        gate.eval()                        # AutoModel's gates add a loss of their own in train mode, for balance
+    return model, setup.mesh_context
 
 
-def rank_memory(parameters: int, config, cfg: TrainerConfig, ref: bool, critic: bool) -> float:
-    """GB that a lone rank needs at most: for a check before anything is loaded.
+@dataclass(frozen=True)
+class Shape:
+    """What a model's config.json says about its size: numbers of parameters, unless said otherwise."""
 
-    16 bytes a parameter (float32 master, gradient, two moments; a reference: 4), 14 a logit of a micro-batch (float32
-    and its gradients, bfloat16), 34 a token, layer and hidden unit of activations (arXiv:2205.05198, eq. 2, without
-    the attention scores, which are never kept; 2 when recomputed), 3 GB for CUDA, a layer's gathered weights and the transfer's buffer.
+    parameters: int
+    layer: int                         # the largest layer's, without its routed experts
+    layer_experts: int                 # and in them
+    tables: int                        # embedding and head
+    num_experts: int                   # routed experts of a layer; 0 = dense
+
+    @staticmethod
+    def of(config) -> "Shape":
+        """Of the transformers model that a config describes; nothing is loaded or allocated."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+        experts = [[p for name, p in layer.named_parameters() if ".experts." in name] for layer in layers]   # stacked: [experts, ...]
+        routed = [sum(p.numel() for p in stack) for stack in experts]
+        return Shape(
+            sum(p.numel() for p in model.parameters()), max(sum(p.numel() for p in layer.parameters()) - n for layer, n in zip(layers, routed)), max(routed),
+            sum(p.numel() for p in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}), max((len(p) for stack in experts for p in stack), default=0))
+
+
+def rank_memory(shape: Shape, config, cfg: TrainerConfig, ref: bool, critic: bool) -> dict[str, float]:
+    """GB that a trainer rank needs at most, by what for: a check before anything is loaded.
+
+    States: 16 bytes a parameter (float32 master, gradient, two moments; a reference: 4), shared by the ranks of one copy,
+    not on the GPU under offload. Work: 14 a logit of a micro-batch (float32 and its gradients, bfloat16), 10 + 24 / tp a
+    token, layer and hidden unit of activations (arXiv:2205.05198, eq. 3, without the attention scores, which are never
+    kept; 2 when recomputed), both over one context-parallel rank's columns, and what FSDP2 gathers: embedding, head and
+    two layers with this rank's experts in bfloat16, one in float32 gradients. A publish, when that is over, gathers a
+    layer's experts whole, twice in bfloat16. 3 GB for CUDA and the transfer's buffer.
     """
-    text, tokens = config.get_text_config(), cfg.tokens_per_microbatch
-    states = parameters * (16 + 4 * ref + 16 * critic)
-    activations = tokens * text.num_hidden_layers * text.hidden_size * (2 if cfg.activation_checkpointing else 34)
-    return (states + tokens * text.vocab_size * 14 + activations) / 2**30 + 3
+    text, tokens, copies = config.get_text_config(), cfg.tokens_per_microbatch / cfg.cp_size, cfg.trainers // cfg.dp_replicate_size
+    states = 0 if cfg.offload_optimizer else shape.parameters * (16 + 4 * ref + 16 * critic) / copies
+    activations = tokens * text.num_hidden_layers * text.hidden_size * (2 if cfg.activation_checkpointing else 10 + 24 / cfg.tp_size)
+    layer = shape.layer / cfg.tp_size + shape.layer_experts / cfg.ep_size
+    gathered = 6 * shape.tables / cfg.tp_size + 8 * layer if copies > 1 or cfg.offload_optimizer else 0
+    work = max(activations + 14 * tokens * text.vocab_size / cfg.tp_size + gathered, 4 * shape.layer_experts)
+    return {"states": states / 2**30, "work": work / 2**30, "CUDA": 3.0}
 
 
 def learning_rate(cfg: TrainerConfig, total: int, step: int) -> float:
@@ -302,14 +428,19 @@ def learning_rate(cfg: TrainerConfig, total: int, step: int) -> float:
 class Learner:
     """A sharded model with its optimizer and learning-rate schedule: the policy, or the critic."""
 
-    def __init__(self, model, rate: float, cfg: TrainerConfig, steps: int):
-        self.model, self.max_norm = model, cfg.max_grad_norm
+    def __init__(self, model, mesh, rate: float, cfg: TrainerConfig, steps: int):
+        self.model, self.mesh, self.max_norm, self.places = model, mesh, cfg.max_grad_norm, cfg.places
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: learning_rate(cfg, steps * cfg.optimizer_steps, step))
 
     def step(self) -> tuple[float, float]:
         """One AdamW step on the gradients that are there; returns (their norm before clipping, learning rate)."""
-        norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm))
+        from nemo_automodel.components.distributed.tp_replicas import synchronize_tp_replica_gradients
+        from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
+
+        synchronize_tp_replica_gradients([self.model], self.mesh.device_mesh)      # what every tensor-parallel rank has stays the same on all
+        norm = scale_grads_and_clip_grad_norm(                                     # over several meshes; experts have the sum over places, others the mean
+            self.max_norm, [self.model], device_mesh=self.mesh.device_mesh, moe_mesh=self.mesh.moe_mesh, ep_axis_name="ep" if self.mesh.moe_mesh else None, dp_group_size=self.places)
         if not torch.isfinite(norm):
             raise ValueError(f"The gradient norm is {norm.item()}: the model has diverged or a logprob is not finite. Lower the learning rate; resume from the last checkpoint.")
         self.optimizer.step()
@@ -338,7 +469,7 @@ class Rank:
     """One FSDP2 rank: its shard of the policy and, if asked for, of the reference policy and of the critic."""
 
     def __init__(self, rank: int, world: int, model: str, cfg: TrainerConfig, loss: LossConfig, device: str, dtype: str, steps: int, seed: int):
-        self.rank, self.world, self.path, self.cfg, self.loss, self.steps, self.seed = rank, world, model, cfg, loss, steps, seed
+        self.rank, self.world, self.places, self.path, self.cfg, self.loss, self.steps, self.seed = rank, world, cfg.places, model, cfg, loss, steps, seed
         self.dtype = getattr(torch, dtype)
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
 
@@ -359,14 +490,17 @@ class Rank:
             torch.cuda.set_device(self.device)
         dist.init_process_group("cuda:nccl,cpu:gloo" if self.device.type == "cuda" else "gloo")
         torch.manual_seed(self.seed)                             # the critic's new head is the same on every rank
-        cfg, recompute = self.cfg, self.cfg.activation_checkpointing
-        self.model = load_model(self.path, self.dtype, self.device, recompute)
-        self.replays = replay_handles(self.model) if replay else {}
-        self.policy = Learner(self.model, cfg.learning_rate, cfg, self.steps)
-        self.ref = load_model(cfg.ref or self.path, self.dtype, self.device).eval() if ref else None
-        value_model = load_model(cfg.critic or self.path, self.dtype, self.device, recompute, critic=True) if critic else None
-        self.critic = Learner(value_model, cfg.critic_learning_rate, cfg, self.steps) if critic else None
+        cfg = self.cfg
+        self.model, mesh = load_model(self.path, self.dtype, self.device, cfg)
+        self.mesh, self.replays = mesh.device_mesh, replay_handles(self.model) if replay else {}
+        self.policy = Learner(self.model, mesh, cfg.learning_rate, cfg, self.steps)
+        self.ref = load_model(cfg.ref or self.path, self.dtype, self.device, cfg, trained=False)[0].eval() if ref else None
+        self.critic = Learner(*load_model(cfg.critic or self.path, self.dtype, self.device, cfg, critic=True), cfg.critic_learning_rate, cfg, self.steps) if critic else None
         return sum(p.numel() for p in self.model.parameters())
+
+    def split(self, until_backward: ExitStack) -> SplitRows | None:
+        """How `forward` splits rows, when ranks share their columns."""
+        return SplitRows(self.mesh, until_backward) if self.cfg.cp_size > 1 else None
 
     @torch.no_grad()
     def per_token(self, batch: Batch, microbatches: list[list[int]], what: str) -> list[Tensor]:
@@ -376,11 +510,11 @@ class Rank:
             small = take_rows(batch, rows)
             if what == "values":
                 numbers = forward_values(self.critic.model, small, self.device)
-            elif what == "ref_logprobs":
-                numbers, _ = forward(self.ref, small, self.device)
             else:
-                with replaying(self.replays, small, self.device):
-                    numbers, _ = forward(self.model, small, self.device)
+                with ExitStack() as stack:
+                    model, handles = (self.ref, {}) if what == "ref_logprobs" else (self.model, self.replays)
+                    stack.enter_context(replaying(handles, small, self.device))
+                    numbers, _ = forward(model, small, self.device, split=self.split(stack))
             out.append(numbers.cpu() * small.response_mask)
         return out
 
@@ -394,24 +528,25 @@ class Rank:
         for microbatches in plan * self.cfg.epochs:
             for rows in microbatches:
                 small = take_rows(batch, rows)
-                with replaying({} if kind == "value" else self.replays, small, self.device):
+                with ExitStack() as until_backward:
+                    until_backward.enter_context(replaying({} if kind == "value" else self.replays, small, self.device))
                     if kind == "value":
                         values = forward_values(learner.model, small, self.device)
                         loss, seen = critic_step_loss(values, to_device(small, self.device), self.loss)
                     else:
-                        logprobs, entropy = forward(learner.model, small, self.device, entropy=bool(self.loss.entropy_coef))
+                        logprobs, entropy = forward(learner.model, small, self.device, bool(self.loss.entropy_coef), self.split(until_backward))
                         loss, seen = step_loss(logprobs, entropy, to_device(small, self.device), self.loss, kind)
                         seen |= route_metrics(self.replays, small) if self.replays and rows else {}
-                    (loss * self.world).backward()             # FSDP2 takes the mean over ranks, the loss is a sum over them
+                    (loss * self.places).backward()            # FSDP2 takes the mean over ranks, the loss is a sum over data-parallel places
                 metrics[prefix + "loss"][0] += float(loss.detach())
                 for name, (total, count) in seen.items():
                     metrics[name][0] += float(total)
                     metrics[name][1] += float(count)
             norm, rate = learner.step()
-            metrics[prefix + "grad_norm"][0] += norm / self.world
-            metrics[prefix + "grad_norm"][1] += 1 / self.world
-            metrics[prefix + "learning_rate"] = [rate / self.world, 1 / self.world]
-        metrics[prefix + "loss"][1] = len(plan) * self.cfg.epochs / self.world      # a sum over micro-batches and ranks, a mean over optimizer steps
+            metrics[prefix + "grad_norm"][0] += norm / self.places
+            metrics[prefix + "grad_norm"][1] += 1 / self.places
+            metrics[prefix + "learning_rate"] = [rate / self.places, 1 / self.places]
+        metrics[prefix + "loss"][1] = len(plan) * self.cfg.epochs / self.places      # a sum over micro-batches and ranks, a mean over optimizer steps
         return {name: tuple(pair) for name, pair in metrics.items()}
 
     # ---- publish
@@ -420,7 +555,7 @@ class Rank:
         from weight_sync import PolicySource, open_transfer
 
         tied = backend == "gloo" and self.model.config.tie_word_embeddings
-        source = PolicySource(self.model, self.dtype, tied_head=tied)
+        source = PolicySource(self.model, self.dtype, self.device, tied_head=tied)
         self.sender = open_transfer(backend, self.rank, source, engines, workers_per_engine, address)
 
     def send_weights(self) -> None:
@@ -453,20 +588,19 @@ class Rank:
 
     def export(self, path: str) -> None:
         """Hugging Face layout (config, safetensors, tokenizer, generation config) in the dtype the model came in."""
-        from weight_sync import PolicySource
-
-        tensors = {}
-        for name, tensor in PolicySource(self.model, torch.float32, tied_head=False):     # every rank joins each gather, rank 0 keeps it
-            if self.rank == 0:
-                tensors[name] = tensor.cpu()
-        if self.rank:
-            return
         from huggingface_hub import save_torch_state_dict
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-        dtype = AutoConfig.from_pretrained(self.path).dtype or torch.float32
+        from weight_sync import PolicySource
+
+        tensors, dtype = {}, AutoConfig.from_pretrained(self.path).dtype or torch.float32
+        for name, tensor in PolicySource(self.model, torch.float32, self.device, tied_head=False):     # every rank joins each gather, rank 0 keeps it
+            if self.rank == 0:
+                tensors[name] = tensor.to("cpu", dtype, copy=True)                                     # experts are views of one tensor, which safetensors would not write
+        if self.rank:
+            return
         Path(path).mkdir(parents=True, exist_ok=True)
-        save_torch_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, path)
+        save_torch_state_dict(tensors, path)
         AutoConfig.from_pretrained(self.path).save_pretrained(path)
         AutoTokenizer.from_pretrained(self.path).save_pretrained(path)
         if Path(self.path, "generation_config.json").exists():
@@ -484,7 +618,7 @@ class Rank:
 
 def whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered (a collective), or a plain one, on the CPU."""
-    return (tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor).detach().cpu()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -521,11 +655,11 @@ class Trainer:
         return await self.per_token(batch, "values")
 
     async def per_token(self, batch: Batch, what: str) -> Tensor:
-        plan = plan_microbatches(batch, torch.arange(len(batch.lengths)), len(self.ranks), self.cfg.tokens_per_microbatch)
+        same, plan = self.cfg.same_rows, plan_microbatches(batch, torch.arange(len(batch.lengths)), self.cfg.places, self.cfg.tokens_per_microbatch)
         stored = ray.put(batch)
-        results = await asyncio.gather(*[rank.per_token.remote(stored, mine, what) for rank, mine in zip(self.ranks, plan)])
+        results = await asyncio.gather(*[rank.per_token.remote(stored, plan[i // same], what) for i, rank in enumerate(self.ranks)])
         out = torch.zeros(batch.response_mask.shape)
-        for mine, pieces in zip(plan, results):
+        for mine, pieces in zip(plan, results[::same]):                            # one rank of each data-parallel place
             for rows, piece in zip(mine, pieces):
                 if rows:
                     out[torch.tensor(rows), : piece.shape[1]] = piece
@@ -534,11 +668,11 @@ class Trainer:
     async def update(self, batch: Batch, kind: str) -> dict[str, float]:
         """One batch's optimizer steps of the policy with POLICY_LOSSES[kind], or of the critic ("value"); metrics, each a sum over a count."""
         steps = int(batch.minibatch.max()) + 1
-        plans = [plan_microbatches(batch, (batch.minibatch == m).nonzero()[:, 0], len(self.ranks), self.cfg.tokens_per_microbatch) for m in range(steps)]
-        stored = ray.put(batch)
-        seen = await asyncio.gather(*[rank.update.remote(stored, [plan[i] for plan in plans], kind) for i, rank in enumerate(self.ranks)])
+        plans = [plan_microbatches(batch, (batch.minibatch == m).nonzero()[:, 0], self.cfg.places, self.cfg.tokens_per_microbatch) for m in range(steps)]
+        stored, same = ray.put(batch), self.cfg.same_rows
+        seen = await asyncio.gather(*[rank.update.remote(stored, [plan[i // same] for plan in plans], kind) for i, rank in enumerate(self.ranks)])
         totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for name, (total, count) in (item for metrics in seen for item in metrics.items()):      # by name: ranks may have seen different ones
+        for name, (total, count) in (item for metrics in seen[::same] for item in metrics.items()):      # by name: ranks may have seen different ones
             totals[name] = [totals[name][0] + total, totals[name][1] + count]
         return {name: total / max(count, 1e-12) for name, (total, count) in totals.items()}
 

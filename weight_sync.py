@@ -31,29 +31,33 @@ SMALL = 1 << 20                        # tensors below this many elements travel
 class PolicySource(WeightSource):
     """The policy's parameters under Hugging Face names, whole, in one order on every trainer rank.
 
-    Iterating gathers each sharded parameter (a collective), casts it to the wire dtype and yields it. `tied_head`
-    also sends the embedding as `lm_head.weight`, for an engine that keeps a copy of its own (the CPU engine does).
+    Iterating casts each parameter to its wire dtype on `device`, gathers what is sharded (a collective) and yields it.
+    `tied_head` also sends the embedding as `lm_head.weight`, for an engine that keeps a copy of its own (the CPU engine does).
     """
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, tied_head: bool):
-        self.model, self.dtype, self.tied_head = model, dtype, tied_head
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, device: torch.device, tied_head: bool):
+        self.model, self.dtype, self.device, self.tied_head = model, dtype, device, tied_head
 
     def converted(self, materialize) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, tensor in its wire dtype) of everything that is sent; materialize makes a parameter a whole tensor.
+        """(Hugging Face name, tensor in its wire dtype) of everything that is sent; materialize makes a parameter a whole tensor of a dtype.
 
         Large tensors travel in the engine's dtype; small ones (norms, biases, routers) exact: the engine may hold them in float32.
         """
         for name, parameter in self.model.named_parameters():
-            tensor = materialize(parameter).detach().to(torch.float32 if parameter.numel() < SMALL else self.dtype)
+            tensor = materialize(parameter.detach(), torch.float32 if parameter.numel() < SMALL else self.dtype)
             yield from ((name, t.contiguous()) for name, t in to_hf(self.model, name, tensor))
             if self.tied_head and parameter is self.model.get_input_embeddings().weight:
                 yield "lm_head.weight", tensor.contiguous()
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.converted(lambda p: torch.empty(p.shape, device="meta"))]
+        return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.converted(lambda p, dtype: torch.empty(p.shape, dtype=dtype, device="meta"))]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.converted(lambda p: p.full_tensor() if isinstance(p, dist.tensor.DTensor) else p)
+        def gather(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            parameter = parameter.to(self.device, dtype)                 # offloaded parameters live on the CPU; cast first, so that fewer bytes are gathered
+            return parameter.full_tensor() if isinstance(parameter, dist.tensor.DTensor) else parameter
+
+        return self.converted(gather)
 
 
 def to_hf(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

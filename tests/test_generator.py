@@ -363,6 +363,22 @@ def test_the_arithmetic_split_shares_no_sum_in_either_order():
     assert len(held_out) == 1000 and len(train) == 4050 and not held_out & train
 
 
+@pytest.mark.parametrize("given, words", [
+    ("{", "no JSON"), ("[1]", "want a JSON object"), ('{"speculative_confg": {}}', "Close to it: speculative_config"), ('{"max_model_len": 9}', "it is --context-length"),
+    ('{"logprobs_mode": "raw_logprobs"}', "after the temperature"), ('{"quantization": "fp8"}', "another policy"), ('{"stream_interval": 8}', "label of the next version"),
+    ('{"speculative_config": {"method": "eagle", "model": "x"}}', "dummy or old weights"), ('{"spec_method": "mtp"}', "dummy or old weights"),
+    ('{"speculative_config": {"method": "ngram", "rejection_sample_method": "synthetic"}}', "would not sample")])
+def test_engine_arguments_that_do_not_exist_or_break_what_training_counts_on_are_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        GeneratorConfig(engine_args=given)
+
+
+def test_other_engine_arguments_pass_verbatim():
+    given = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}, "kv_cache_dtype": "fp8", "enable_expert_parallel": True, "enable_prefix_caching": False}
+    cfg = GeneratorConfig(engine_args=json.dumps(given))
+    assert cfg.engine_arguments == given and cfg.quantised_cache and not GeneratorConfig().quantised_cache
+
+
 @pytest.mark.parametrize("flags, words", [
     (dict(temperature=0.0), "--temperature 0.0"), (dict(group_size=0), "--group-size 0"), (dict(max_new_tokens=0), "--max-new-tokens 0"),
     (dict(max_num_batched_tokens=64), "--max-num-batched-tokens 64"), (dict(max_staleness=-1), "--max-staleness -1"),

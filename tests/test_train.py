@@ -116,6 +116,12 @@ def error_of(*flags: str, cwd: Path = ROOT) -> str:
     (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(context_length=4096))), "1024 positions"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(engine_tp_size=2))), "--engine-tp-size 2"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(routing_replay="on"))), "is no mixture of experts"),
+    (lambda: resolve(Config(model=str(TINY), device="cpu", trainer=TrainerConfig(trainers=2, cp_size=2))), "need GPUs"),
+    (lambda: resolve(Config(model=str(TINY), device="cpu", trainer=TrainerConfig(trainers=8, tp_size=8))), "4 attention heads, which that does not divide"),
+    (lambda: resolve(Config(model=str(TINY), device="cuda", dry_run=True, trainer=TrainerConfig(trainers=2, ep_size=2))), "this model has 0"),
+    (lambda: resolve(Config(model=str(TINY), device="cuda", dry_run=True, generator=GeneratorConfig(engine_tp_size=16))), "need 17 GPUs"),
+    (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(engine_args='{"spec_method": "ngram", "spec_tokens": 3}'))), "not the policy's"),
+    (lambda: Config(generator=GeneratorConfig(engine_args='{"kv_cache_dtype": "fp8"}'), losses=LossConfig(mismatch_level="off")), "--mismatch-level off leaves"),
 ])
 def test_flags_that_cannot_work_are_refused_before_anything_starts(make, words):
     with pytest.raises(ValueError, match=words):
@@ -178,6 +184,22 @@ def test_a_second_run_of_the_same_name_is_refused_and_a_finished_one_is_not_resu
 def test_a_line_cut_short_by_a_kill_is_left_out_of_the_metrics(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"st')
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 0}, {"step": 1}]
+
+
+def test_a_plan_for_700_billion_parameters_at_expert_parallel_256_needs_a_config_json_only(tmp_path):
+    """DeepSeek-V3's shape on 256 ranks and 32 engines of 8 GPUs: 16 x 671e9 / 256 bytes of states a rank, 2 x 671e9 / 8 of weights on an engine's GPU, 512 GPUs on 64 nodes; the flags that cannot be are refused."""
+    from transformers import DeepseekV3Config
+
+    DeepseekV3Config().save_pretrained(tmp_path)
+    flags = dict(model=str(tmp_path), device="cuda", dry_run=True, generator=GeneratorConfig(engines=32, engine_tp_size=8))
+    cfg = Config(**flags, trainer=TrainerConfig(trainers=256, ep_size=256, activation_checkpointing=True, tokens_per_microbatch=4096))
+    plan = resolve(cfg)
+    rows = dict(plan.rows(cfg))
+    assert plan.nodes == (8,) * 64 and "512 GPUs" in rows["nodes"] and "engines on 32 of them" in rows["nodes"] and "expert parallel 256" in rows["trainers"]
+    assert plan.rank_gb["states"] == pytest.approx(16 * 671.026e9 / 256 / 2**30, rel=1e-4) and "weights 156.236 GB" in rows["engines"]
+    for wrong, words in ((dict(trainers=96, ep_size=96), "divides them"), (dict(trainers=2, tp_size=2), "split with --ep-size")):
+        with pytest.raises(ValueError, match=words):
+            resolve(Config(**flags, trainer=TrainerConfig(**wrong)))
 
 
 def test_the_dry_run_prints_the_resolved_plan_and_starts_nothing(tmp_path):
@@ -286,12 +308,9 @@ def test_the_estimator_of_the_readme_is_one_function_and_one_row(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------- the program
-@pytest.mark.long
-@pytest.mark.parametrize("method", sorted(PRESETS))
-def test_every_method_of_the_readme_trains(stack, loop, tmp_path, method):
-    """Two steps of each line through the loop, on the engine that all tests share and a trainer of its own: finite metrics, an
-    update that is not empty, the metrics that belong to its parts."""
-    cfg, _ = parse([*PRESETS[method], "--steps", "2", "--eval-prompts", "20", "--eval-samples", "0", "--checkpoint-every", "0", "--device", "cpu"])
+def two_steps(loop, stack, directory: Path, flags: list[str]) -> list[dict]:
+    """Metrics of two steps through the loop, on the engine that all tests share and a trainer of its own."""
+    cfg, _ = parse([*flags, "--steps", "2", "--eval-prompts", "20", "--eval-samples", "0", "--checkpoint-every", "0", "--device", "cpu"])
     plan, shared = resolve(cfg), stack[1]
 
     async def train():
@@ -299,7 +318,7 @@ def test_every_method_of_the_readme_trains(stack, loop, tmp_path, method):
         await parts.trainer.start()
         await parts.trainer.open_transfer(plan.transfer, parts.engines, 1)
         await parts.publish(0)
-        log, pool = Log(cfg, tmp_path, 0), make_pool(cfg, parts, arithmetic.prompts("train"), 0)
+        log, pool = Log(cfg, directory, 0), make_pool(cfg, parts, arithmetic.prompts("train"), 0)
         await train_loop(cfg, parts, pool, arithmetic.prompts("eval"), log, 0, 1.0)
         log.close()
         for rank in parts.trainer.ranks:
@@ -308,8 +327,24 @@ def test_every_method_of_the_readme_trains(stack, loop, tmp_path, method):
         await shared.publish(0)
 
     loop.run_until_complete(train())
-    rows = metrics(tmp_path)
+    rows = metrics(directory)
     assert [row["version"] for row in rows] == [1, 2] and "eval/greedy" in rows[-1]
+    return rows
+
+
+def test_tensor_parallel_ranks_and_an_offloaded_one_train_and_publish(stack, loop, tmp_path):
+    """Each publish passes coverage, and what the engine samples under it has the trainer's logprobs to 1e-4."""
+    for name, flags in (("tp", ["--trainers", "2", "--tp-size", "2"]), ("offload", ["--offload-optimizer"])):
+        (tmp_path / name).mkdir()
+        rows = two_steps(loop, stack, tmp_path / name, [*flags, "--max-staleness", "0", "--prompts-per-step", "8"])
+        assert all(0 < row["grad_norm"] and row["logprob_gap_max"] <= 1e-4 for row in rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", sorted(PRESETS))
+def test_every_method_of_the_readme_trains(stack, loop, tmp_path, method):
+    """Two steps of each line: finite metrics, an update that is not empty, the metrics that belong to its parts."""
+    rows = two_steps(loop, stack, tmp_path, PRESETS[method])
     for row in rows:
         assert all(math.isfinite(v) for v in row.values() if isinstance(v, float)), row
         assert (row["grad_norm"] > 0 or "--ref" in PRESETS[method]) and row["mismatch_cut_frac"] < 0.5      # a policy that is its own teacher has nothing to learn

@@ -149,12 +149,12 @@ def test_b18_the_source_sends_small_tensors_exact_and_a_tied_head_when_the_engin
     """
     model = moe(vocabulary=9000)
     torch.nn.init.constant_(model.model.layers[0].mlp.gate.weight, 1.001)
-    sent = dict(PolicySource(model, torch.bfloat16, tied_head=True))
+    sent = dict(PolicySource(model, torch.bfloat16, torch.device("cpu"), tied_head=True))
     assert sent["model.layers.0.mlp.gate.weight"].unique().tolist() == pytest.approx([1.001], abs=1e-7)
     assert sent["model.embed_tokens.weight"].dtype == torch.bfloat16 and torch.equal(sent["lm_head.weight"], sent["model.embed_tokens.weight"])
     assert sent["model.layers.1.mlp.experts.7.down_proj.weight"].shape == (128, 64) and not [n for n in sent if n.endswith("experts.down_proj")]
-    assert "lm_head.weight" not in dict(PolicySource(model, torch.bfloat16, tied_head=False))
-    assert [(m.name, m.dtype, m.shape) for m in PolicySource(model, torch.bfloat16, True).metadata()] == [(n, t.dtype, tuple(t.shape)) for n, t in sent.items()]
+    assert "lm_head.weight" not in dict(PolicySource(model, torch.bfloat16, torch.device("cpu"), tied_head=False))
+    assert [(m.name, m.dtype, m.shape) for m in PolicySource(model, torch.bfloat16, torch.device("cpu"), True).metadata()] == [(n, t.dtype, tuple(t.shape)) for n, t in sent.items()]
 
 
 def test_a_publish_that_leaves_a_parameter_behind_fails_the_run_and_names_it(loop):
