@@ -8,16 +8,19 @@ Letters: T tokens of one segment. A *segment* is one unbroken id sequence; a rol
 Sources: the Env interface follows Gymnasium (https://gymnasium.farama.org); token-in/token-out is arXiv:2607.21653, section 3.
 """
 
+import base64
+import binascii
 import functools
 import importlib.util
 import inspect
+import io
 import json
 import math
 import numbers
 import re
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,15 @@ import numpy as np
 
 
 # ---------------------------------------------------------------------------------------------------- records
+@dataclass(frozen=True)
+class Image:
+    """An image that a segment shows: its file as it came (PNG, JPEG, ...), and where the ids lie that stand for it."""
+
+    file: bytes
+    start: int                         # place of the first of them in the segment
+    length: int
+
+
 @dataclass
 class Trajectory:
     """One segment of one rollout: four arrays of equal length [T], grown only by `extend`.
@@ -39,6 +51,7 @@ class Trajectory:
     response_mask: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))             # [T]
     behaviour_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [T]
     policy_versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))       # [T]
+    images: list[Image] = field(default_factory=list)                                        # in order; token_ids have them expanded, as the engine sees them
     reward: float | None = None
     truncated: bool = False            # the last answer hit a token limit, or the context was full
     info: dict[str, Any] = field(default_factory=dict)
@@ -46,8 +59,8 @@ class Trajectory:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def extend(self, token_ids, logprobs=None, policy_versions=None) -> None:
-        """Append tokens. With logprobs and policy_versions they were *sampled*; without, they were *observed*.
+    def extend(self, token_ids, logprobs=None, policy_versions=None, images=()) -> None:
+        """Append tokens. With logprobs and policy_versions they were *sampled*; without, they were *observed*, and may show `images` (placed in token_ids).
 
         Raises ValueError when the three lengths differ or a logprob is missing (None, NaN) or positive infinite.
         """
@@ -68,6 +81,7 @@ class Trajectory:
                 raise ValueError(
                     f"Rollout {self.rollout}: the logprob of sampled token {where} (id {token_ids[where]}) is missing or not a number. "
                     "A token without its behaviour logprob cannot be trained; check what the engine returned.")
+        self.images += [replace(image, start=len(self) + image.start) for image in images]
         self.token_ids = np.concatenate([self.token_ids, token_ids])
         self.response_mask = np.concatenate([self.response_mask, np.full(n, sampled)])
         self.behaviour_logprobs = np.concatenate([self.behaviour_logprobs, logprobs if sampled else np.zeros(n, np.float32)])
@@ -83,7 +97,7 @@ class Result:
     """
 
     reward: float | None = 0.0
-    observation: str | list[dict] = ""   # text (a user message) or chat messages; used only when the episode goes on
+    observation: str | list[dict] = ""   # text (a user message) or chat messages, with images if the model has eyes (see image_file); used only when the episode goes on
     terminated: bool = True              # True ends the episode
     truncated: bool = False              # ends it too, and marks the rollout as cut short
     info: dict[str, Any] = field(default_factory=dict)
@@ -213,6 +227,101 @@ def _rendered(tokenizer, template: str, chat: str) -> np.ndarray:
     return np.asarray(tokenize(tokenizer, tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True)), np.int32)
 
 
+# ---------------------------------------------------------------------------------------------------- images
+def picture(file: bytes):
+    """An image's file as pixels, the same for engine and trainer: a PIL image, RGB. Raises ValueError when it is none."""
+    import PIL.Image
+
+    try:
+        return PIL.Image.open(io.BytesIO(file)).convert("RGB")
+    except (OSError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+        raise ValueError(f"These {len(file)} bytes are no image that can be read: {error}") from None
+
+
+@functools.lru_cache(maxsize=256)        # the rollouts of a group share one file
+def image_of_url(url: str) -> bytes:
+    """The file in a data URL (data:image/png;base64,...). Raises ValueError for any other URL: nothing is fetched."""
+    head, _, data = url.partition(";base64,")
+    if not head.startswith("data:image/"):
+        raise ValueError(f"an image must come as a data URL (data:image/png;base64,...), got {url!r:.100}; nothing is fetched.")
+    try:
+        file = base64.b64decode(data, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"the base64 of an image's data URL is broken: {error}") from None
+    picture(file)
+    return file
+
+
+def image_of_part(part: dict) -> bytes:
+    """The file of a message's part: OpenAI's {"type": "image_url", "image_url": {"url": ...}}, or {"type": "image", "image": a file's bytes or a PIL image}."""
+    if part["type"] == "image_url":
+        return image_of_url(part["image_url"]["url"])
+    if isinstance(part["image"], bytes):
+        return part["image"]
+    part["image"].save(file := io.BytesIO(), format="PNG")
+    return file.getvalue()
+
+
+class Vision:
+    """How a vision-language model sees: its own processor, which says what ids stand for an image. `token` is the id that the template
+    writes once for an image and the model reads as pixels; it is never sampled (`UNSAID`), or one could not tell them apart."""
+
+    def __init__(self, model: str):
+        from transformers import AutoProcessor
+
+        self.processor = AutoProcessor.from_pretrained(model)
+        self.token, self.expansion = self.processor.image_token_id, functools.lru_cache(maxsize=256)(self.expansion)
+
+    def expansion(self, file: bytes) -> list[int]:
+        """The ids that stand for an image."""
+        return list(self.processor(text=[self.processor.image_token], images=[picture(file)], add_special_tokens=False)["input_ids"][0])
+
+    def expand(self, token_ids: list[int], files: list[bytes]) -> tuple[list[int], list[Image]]:
+        """Rendered ids with every placeholder replaced by the ids of its image. Raises ValueError unless there are as many as images."""
+        if (places := token_ids.count(self.token)) != len(files):
+            raise ValueError(f"The chat template wrote {self.processor.image_token!r} {places} times for {len(files)} images: want once for each. Models whose template marks images in another way are not supported.")
+        ids, images, left = [], [], iter(files)
+        for token in token_ids:
+            if token == self.token:
+                images.append(Image(file := next(left), len(ids), len(self.expansion(file))))
+            ids += self.expansion(file) if token == self.token else [token]
+        return ids, images
+
+    def collapse(self, token_ids: list[int], images: list[Image]) -> list[int]:
+        """Expanded ids with one placeholder an image, as vLLM wants them; its own expansion gives token_ids again."""
+        for image in reversed(images):
+            token_ids = token_ids[: image.start] + [self.token] + token_ids[image.start + image.length:]
+        return token_ids
+
+
+UNSAID = -100.0                          # added to the logit of Vision.token by engine and trainer alike: the policy has no such word
+
+
+def load_vision(model: str) -> Vision | None:
+    """The eyes of the model at `model`; None for one that reads text only."""
+    from transformers import AutoConfig
+
+    return Vision(model) if hasattr(AutoConfig.from_pretrained(model), "vision_config") else None
+
+
+def take_images(observation: str | list[dict], vision: Vision | None) -> tuple[str | list[dict], list[bytes]]:
+    """(the observation with {"type": "image"} in the place of each image, as templates want it; the images' files, in order)."""
+    messages, files = [], []
+    for message in observation if isinstance(observation, list) else []:
+        if isinstance(message, dict) and isinstance(message.get("content"), list):
+            parts = []
+            for part in message["content"]:
+                if isinstance(part, dict) and part.get("type") in ("image", "image_url"):
+                    files.append(image_of_part(part))
+                    part = {"type": "image"}
+                parts.append(part)
+            message = message | {"content": parts}
+        messages.append(message)
+    if files and vision is None:
+        raise ValueError(f"An observation shows {len(files)} images, but the model reads text only (its config has no vision_config). Choose a vision-language model.")
+    return messages or observation, files
+
+
 ANSWER = "\ue002"   # stands for the assistant's text where only the markup around it is wanted
 
 
@@ -251,7 +360,7 @@ def answer_text(tokenizer, completion) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------- the episode
-Generate = Callable[..., Awaitable[Any]]   # generate(token_ids, max_tokens=, stop=, turn=) -> generator.Completion
+Generate = Callable[..., Awaitable[Any]]   # generate(token_ids, max_tokens=, stop=, turn=, images=) -> generator.Completion
 
 
 def checked_reward(reward, rollout: int) -> float | None:
@@ -263,7 +372,7 @@ def checked_reward(reward, rollout: int) -> float | None:
     raise TypeError(f"Rollout {rollout}: Result.reward must be a number or None, got {reward!r}. Convert it in your agent.")
 
 
-async def run_episode(env: Env, prompt: dict, tokenizer, generate: Generate, budget: Budget, rollout: int = 0, group: int = 0) -> list[Trajectory]:
+async def run_episode(env: Env, prompt: dict, tokenizer, generate: Generate, budget: Budget, rollout: int = 0, group: int = 0, vision: Vision | None = None) -> list[Trajectory]:
     """One rollout of an Env: reset, then (generate, step) until it ends. Returns its segments (for an Env: one).
 
     Ends when step says terminated or truncated, after `max_turns` answers, or when the context is full; the last two
@@ -272,7 +381,10 @@ async def run_episode(env: Env, prompt: dict, tokenizer, generate: Generate, bud
     trajectory = Trajectory(rollout, group)
     try:
         env.prompt, total, max_tokens, stop = prompt, 0.0, None, []
-        trajectory.extend(render_prompt(tokenizer, await env.reset(prompt), prompt.get("tools")))
+        observation, files = take_images(await env.reset(prompt), vision)
+        ids = render_prompt(tokenizer, observation, prompt.get("tools"))
+        ids, images = vision.expand(ids, files) if files else (ids, [])
+        trajectory.extend(ids, images=images)
         turn = 0
         while True:
             room = budget.context - len(trajectory)
@@ -280,7 +392,7 @@ async def run_episode(env: Env, prompt: dict, tokenizer, generate: Generate, bud
                 trajectory.truncated = True
                 break
             limit = min(x for x in (room, max_tokens or budget.max_new_tokens) if x)
-            completion = await generate(trajectory.token_ids, max_tokens=limit, stop=stop, turn=turn)
+            completion = await generate(trajectory.token_ids, max_tokens=limit, stop=stop, turn=turn, images=trajectory.images)
             trajectory.extend(completion.token_ids, completion.logprobs, completion.policy_versions)
             trajectory.truncated = completion.finish_reason == "length"
             result = await env.step(answer_text(tokenizer, completion))
@@ -296,11 +408,13 @@ async def run_episode(env: Env, prompt: dict, tokenizer, generate: Generate, bud
             if turn == env.max_turns:
                 trajectory.truncated = True
                 break
-            delta = render_delta(tokenizer, result.observation, completion.token_ids, prompt.get("tools"))
+            observation, files = take_images(result.observation, vision)
+            delta = render_delta(tokenizer, observation, completion.token_ids, prompt.get("tools"))
+            delta, images = vision.expand(delta, files) if files else (delta, [])
             if len(trajectory) + len(delta) >= budget.context:   # no room for an answer: earlier turns stay as they are
                 trajectory.truncated = True
                 break
-            trajectory.extend(delta)
+            trajectory.extend(delta, images=images)
             max_tokens, stop = result.max_tokens, result.stop
         return [trajectory]
     finally:

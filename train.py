@@ -178,16 +178,18 @@ def resolve(cfg: Config) -> Plan:
     model, config = read_model("--model", cfg.model)
     ref, ref_config = read_model("--ref", cfg.trainer.ref or cfg.model)
     critic, _ = read_model("--critic", cfg.trainer.critic or cfg.model)
-    if ref_config.vocab_size != config.vocab_size:
-        raise ValueError(f"--ref {cfg.trainer.ref} has a vocabulary of {ref_config.vocab_size} tokens, --model {cfg.model} one of {config.vocab_size}: "
+    if (theirs := ref_config.get_text_config().vocab_size) != (ours := config.get_text_config().vocab_size):
+        raise ValueError(f"--ref {cfg.trainer.ref} has a vocabulary of {theirs} tokens, --model {cfg.model} one of {ours}: "
                          "logprobs of the same ids can only be compared under one tokenizer. Choose models of one family.")
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    limit = config.max_position_embeddings
+    vision, limit = hasattr(config, "vision_config"), config.get_text_config().max_position_embeddings
+    if vision and (ESTIMATORS[cfg.estimator].critic or not hasattr(ref_config, "vision_config")):
+        raise ValueError(f"--model {cfg.model} reads images: a reference (--ref) must read them too, and there is no critic that does (--estimator {cfg.estimator}). Choose others.")
     if gen.context_length > limit:
         raise ValueError(f"--context-length {gen.context_length} is more than the {limit} positions of {cfg.model}; lower it.")
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        parameters = sum(p.numel() for p in (AutoModelForImageTextToText if vision else AutoModelForCausalLM).from_config(config).parameters())
     dtype = ("bfloat16" if device == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
     transfer = "gloo" if device == "cpu" else "ipc" if shared else "nccl"
     cores = len(os.sched_getaffinity(0))

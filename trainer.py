@@ -9,6 +9,7 @@ Sources: FSDP2 is torch.distributed.fsdp.fully_shard; models and sharding plans 
 """
 
 import asyncio
+import io
 import json
 import os
 import pickle
@@ -23,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from agent import UNSAID, Vision, load_vision, picture
 from estimators import PER_ROLLOUT, Batch
 from losses import LossConfig, critic_step_loss, step_loss
 
@@ -92,6 +94,8 @@ def take_rows(batch: Batch, rows: list[int]) -> Batch:
         value = getattr(batch, f.name)
         if isinstance(value, Tensor) and f.name not in PER_ROLLOUT:
             value = value[rows, :longest] if value.dim() == 2 else value[rows]
+        elif f.name == "images" and value is not None:
+            value = [value[row] for row in rows.tolist()]
         cut[f.name] = value
     small = Batch(**cut)
     return replace(small, response_mask=torch.zeros_like(small.response_mask), loss_weight=torch.zeros_like(small.loss_weight)) if idle else small
@@ -114,14 +118,38 @@ def head_columns(batch: Batch, device: torch.device) -> tuple[Tensor, int]:
     return batch.token_ids.to(device).long(), first
 
 
-def forward(model, batch: Batch, device: torch.device, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+def with_images(vision: Vision, token_ids: Tensor, files: list[bytes]) -> dict:
+    """What the model is given: token ids [b, t] and the pixels of the images they show, as its own processor makes them.
+
+    A batch that shows none gets a further row with a blank image: each rank of FSDP2 must join the gathers of the vision
+    tower, and each parameter have a gradient, if only of 0. The tower is trained like the rest.
+    """
+    if not files:
+        import PIL.Image
+
+        PIL.Image.new("RGB", (64, 64), "white").save(blank := io.BytesIO(), format="PNG")
+        files = [blank.getvalue()]
+        row = torch.tensor([vision.expansion(files[0])], device=token_ids.device)
+        width = max(row.shape[1], token_ids.shape[1])
+        token_ids = torch.cat([F.pad(ids, (0, width - ids.shape[1])) for ids in (token_ids, row)])
+    seen = dict(vision.processor(images=[picture(file) for file in files], return_tensors="pt").to(token_ids.device))
+    if "mm_token_type_ids" in vision.processor.model_input_names:                  # where an image's rows and columns have positions of their own
+        seen["mm_token_type_ids"] = (token_ids == vision.token).int()
+    return {"input_ids": token_ids} | seen
+
+
+def forward(model, batch: Batch, device: torch.device, entropy: bool = False, vision: Vision | None = None) -> tuple[Tensor, Tensor | None]:
     """logprobs (and entropy), nats, [b, t] of the batch's tokens, exact on response tokens; float32 whatever the compute dtype.
 
     Rows are padded on the right, so causal attention needs no mask. The head runs only from the first response column on.
+    `vision`: that of a vision-language model, needed for every batch of one.
     """
     token_ids, first = head_columns(batch, device)                                 # [b, t]
     keep = torch.arange(first - 1, token_ids.shape[1] - 1, device=device)
-    logits = model(input_ids=token_ids, use_cache=False, logits_to_keep=keep).logits.float() / batch.temperature   # [b, t-first, V]
+    seen = with_images(vision, token_ids, [file for row in batch.images or [] for file in row]) if vision else {"input_ids": token_ids}
+    logits = model(**seen, use_cache=False, logits_to_keep=keep).logits[: len(token_ids)].float() / batch.temperature   # [b, t-first, V]
+    if vision:
+        logits[..., vision.token] += UNSAID / batch.temperature
     targets = token_ids[:, first:]                                                 # [b, t-first]
     logprobs = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
     h = align(torch.distributions.Categorical(logits=logits).entropy(), first) if entropy else None   # [b, t]
@@ -136,7 +164,7 @@ def forward_values(model, batch: Batch, device: torch.device) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------- model
-def load_model(path: str, dtype: torch.dtype, device: torch.device, activation_checkpointing: bool = False, critic: bool = False):
+def load_model(path: str, dtype: torch.dtype, device: torch.device, activation_checkpointing: bool = False, critic: bool = False, vision: bool = False):
     """The model at `path` with float32 master weights, sharded by FSDP2 over all ranks, computing in `dtype`.
 
     GPU: AutoModel's own classes. CPU: transformers' class under AutoModel's parallelizer (its loader wants a CUDA device).
@@ -157,13 +185,13 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, activation_c
 
         setup = DistributedSetup.build(FSDP2Config(mp_policy=policy), activation_checkpointing=activation_checkpointing)
     if device.type == "cuda" and not critic:
-        from nemo_automodel import NeMoAutoModelForCausalLM
+        from nemo_automodel import NeMoAutoModelForCausalLM, NeMoAutoModelForImageTextToText
 
-        model = NeMoAutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float32, distributed_setup=setup, attn_implementation="sdpa")
+        model = (NeMoAutoModelForImageTextToText if vision else NeMoAutoModelForCausalLM).from_pretrained(path, torch_dtype=torch.float32, distributed_setup=setup, attn_implementation="sdpa")
     else:
-        from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 
-        model = (AutoModelForTokenClassification if critic else AutoModelForCausalLM).from_pretrained(path, dtype=torch.float32, **head).to(device)
+        model = (AutoModelForTokenClassification if critic else AutoModelForImageTextToText if vision else AutoModelForCausalLM).from_pretrained(path, dtype=torch.float32, **head).to(device)
         if dist.get_world_size() > 1:
             from nemo_automodel.components.distributed.model_parallelizer import parallelize_model
 
@@ -172,8 +200,9 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, activation_c
         if activation_checkpointing and (device.type == "cpu" or critic):     # AutoModel's loader has done it for its own
             model.gradient_checkpointing_enable()
         mesh = init_device_mesh(device.type, (1,))
-        layers = next(m for m in model.modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.ModuleDict)))
-        for layer in layers.children():
+        lists = [m for m in model.modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.ModuleDict))]
+        inner = {m for outer in lists for m in outer.modules() if m is not outer}
+        for layer in (layer for layers in lists if layers not in inner for layer in layers.children()):      # of the language model, and of its vision tower
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
     assert all(p.dtype == torch.float32 for p in model.parameters()), "master weights must be float32"
@@ -262,9 +291,10 @@ class Rank:
         dist.init_process_group("cuda:nccl,cpu:gloo" if self.device.type == "cuda" else "gloo")
         torch.manual_seed(self.seed)                             # the critic's new head is the same on every rank
         cfg, recompute = self.cfg, self.cfg.activation_checkpointing
-        self.model = load_model(self.path, self.dtype, self.device, recompute)
+        self.vision = load_vision(self.path)
+        self.model = load_model(self.path, self.dtype, self.device, recompute, vision=bool(self.vision))
         self.policy = Learner(self.model, cfg.learning_rate, cfg, self.steps)
-        self.ref = load_model(cfg.ref or self.path, self.dtype, self.device).eval() if ref else None
+        self.ref = load_model(cfg.ref or self.path, self.dtype, self.device, vision=bool(self.vision)).eval() if ref else None
         value_model = load_model(cfg.critic or self.path, self.dtype, self.device, recompute, critic=True) if critic else None
         self.critic = Learner(value_model, cfg.critic_learning_rate, cfg, self.steps) if critic else None
         return sum(p.numel() for p in self.model.parameters())
@@ -278,7 +308,7 @@ class Rank:
             if what == "values":
                 numbers = forward_values(self.critic.model, small, self.device)
             else:
-                numbers, _ = forward(self.ref if what == "ref_logprobs" else self.model, small, self.device)
+                numbers, _ = forward(self.ref if what == "ref_logprobs" else self.model, small, self.device, vision=self.vision)
             out.append(numbers.cpu() * small.response_mask)
         return out
 
@@ -296,7 +326,7 @@ class Rank:
                     values = forward_values(learner.model, small, self.device)
                     loss, seen = critic_step_loss(values, to_device(small, self.device), self.loss)
                 else:
-                    logprobs, entropy = forward(learner.model, small, self.device, entropy=bool(self.loss.entropy_coef))
+                    logprobs, entropy = forward(learner.model, small, self.device, entropy=bool(self.loss.entropy_coef), vision=self.vision)
                     loss, seen = step_loss(logprobs, entropy, to_device(small, self.device), self.loss, kind)
                 (loss * self.world).backward()                 # FSDP2 takes the mean over ranks, the loss is a sum over them
                 metrics[prefix + "loss"][0] += float(loss.detach())
@@ -364,7 +394,7 @@ class Rank:
         Path(path).mkdir(parents=True, exist_ok=True)
         save_torch_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, path)
         AutoConfig.from_pretrained(self.path).save_pretrained(path)
-        AutoTokenizer.from_pretrained(self.path).save_pretrained(path)
+        (self.vision.processor if self.vision else AutoTokenizer.from_pretrained(self.path)).save_pretrained(path)
         if Path(self.path, "generation_config.json").exists():
             GenerationConfig.from_pretrained(self.path).save_pretrained(path)
 
