@@ -7,26 +7,32 @@ import asyncio
 import base64
 import importlib.util
 import io
-import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import PIL.Image
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
-from agent import Image, Trajectory, Vision, image_of_url, take_images
+from agent import Budget, Env, Trajectory, Vision, image_of_url, run_episode, take_images, tokenize
 from estimators import collate
 from generator import AgentWorker, GeneratorConfig
 from losses import AGGREGATIONS
 from recipes import make_vision
 from recipes.colour import ask, picture, prompts
+from recipes.make_tiny import make_tokenizer
 from train import Config, resolve, start
 from trainer import TrainerConfig, plan_microbatches, take_rows
 
-from conftest import ROOT, TINY
+from conftest import ROOT
+from test_agent import TOKENIZER, answer
+from test_chat_server import WIRES, Table, wires
 from test_weight_sync import gap, update
 
+few = settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 KINDS = ["idefics3", pytest.param("qwen2_5_vl", marks=pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="vLLM's Qwen2.5-VL imports torchvision, which is not installed"))]
 
 
@@ -37,6 +43,156 @@ def png(colour, size=(48, 40)) -> bytes:
 
 def url(file: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(file).decode()}"
+
+
+RED, BLUE, WIDE = png("red", (1, 1)), png("blue", (1, 1)), png("red", (3, 1))
+
+
+class Eyes(Vision):
+    """A processor of a few bytes: an image is a mark and as many placeholders as it is wide."""
+
+    def __init__(self):
+        self.tokenizer = make_tokenizer()
+        self.tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "<mark>"]})
+        self.tokenizer.chat_template = make_vision.TEMPLATE % "<image>"
+        self.processor = SimpleNamespace(image_token="<image>")
+        self.token, self.mark = self.tokenizer.convert_tokens_to_ids(["<image>", "<mark>"])
+
+    def expansion(self, file: bytes) -> list[int]:
+        return [self.mark] + [self.token] * PIL.Image.open(io.BytesIO(file)).width
+
+
+EYES = Eyes()
+
+
+def part(wire: str, file: bytes | str) -> dict:
+    """A text, or an image, as a wire carries it."""
+    if isinstance(file, str):
+        return {"type": "input_text" if wire == "responses" else "text", "text": file}
+    return {"chat": {"type": "image_url", "image_url": {"url": url(file)}}, "responses": {"type": "input_image", "image_url": url(file)},
+            "messages": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(file).decode()}}}[wire]
+
+
+# ---------------------------------------------------------------------------------------------------- ids and rows
+@few
+@given(st.lists(st.sampled_from([1, 2, RED, BLUE, WIDE]), max_size=12), st.lists(st.sampled_from([3, WIDE, RED]), max_size=6))
+def test_collapsed_ids_expand_to_the_same_again(first, second):
+    """In a segment grown in two steps each image lies where it says, and vLLM is sent one placeholder for each."""
+    segment = Trajectory(0, 0)
+    for stretch in (first, second):
+        files = [x for x in stretch if isinstance(x, bytes)]
+        ids, images = EYES.expand([EYES.token if isinstance(x, bytes) else x for x in stretch], files)
+        segment.extend(ids, images=images)
+    everything = first + second
+    assert [i.file for i in segment.images] == [x for x in everything if isinstance(x, bytes)]
+    assert all(segment.token_ids[i.start : i.start + i.length].tolist() == EYES.expansion(i.file) for i in segment.images)
+    sent = EYES.collapse(segment.token_ids.tolist(), segment.images)
+    assert sent == [EYES.token if isinstance(x, bytes) else x for x in everything]
+    assert EYES.expand(sent, [i.file for i in segment.images]) == (segment.token_ids.tolist(), segment.images)
+
+
+def test_a_template_that_writes_no_placeholder_is_refused():
+    with pytest.raises(ValueError, match="0 times for 1 images"):
+        EYES.expand([1, 2, 3], [RED])
+
+
+@few
+@given(st.lists(st.tuples(st.integers(1, 9), st.lists(st.sampled_from([RED, BLUE, WIDE]), max_size=2)), min_size=1, max_size=8), st.integers(1, 3), st.integers(4, 40))
+def test_rows_keep_their_images_when_they_are_reordered_and_cut(rows, ranks, budget):
+    """Each row begins with its number; whatever micro-batch it lands in, its images are its own."""
+    rollouts = []
+    for i, (length, files) in enumerate(rows):
+        trajectory = Trajectory(i, i, reward=0.0)
+        ids, images = EYES.expand([EYES.token] * len(files), files)
+        trajectory.extend([i + 1, *ids], images=[replace(image, start=image.start + 1) for image in images])
+        trajectory.extend([1] * length, logprobs=[-1.0] * length, policy_versions=[0] * length)
+        rollouts.append([trajectory])
+    batch = collate(rollouts, AGGREGATIONS["token-mean"])
+    seen = []
+    for microbatches in plan_microbatches(batch, torch.arange(len(rows)), ranks, budget):
+        for small in (take_rows(batch, chosen) for chosen in microbatches):
+            for n, ids in enumerate(small.token_ids.tolist()):
+                files = [] if small.images is None else small.images[n]
+                assert files == rows[ids[0] - 1][1] and ids.count(EYES.token) == sum(len(EYES.expansion(f)) - 1 for f in files)
+                seen.append(ids[0])
+    assert set(seen) == set(range(1, len(rows) + 1))
+
+
+# ---------------------------------------------------------------------------------------------------- the wires
+@wires
+@few
+@given(st.lists(st.lists(st.sampled_from(["a", "b", RED, BLUE, WIDE]), min_size=1, max_size=3), min_size=1, max_size=4), st.data())
+def test_a_conversation_with_images_is_one_segment_until_one_of_them_is_another(wire, turns, data):
+    """Each prompt is the whole conversation rendered anew and expanded; with another file in one place the request is a segment of its own."""
+    shown = [(n, k) for n, turn in enumerate(turns) for k, x in enumerate(turn) if isinstance(x, bytes)]
+    assume(shown)
+    table = Table(*[answer(*EYES.tokenizer.encode("ok"), EYES.tokenizer.eos_token_id) for _ in range(2 * len(turns))], tokenizer=EYES.tokenizer, vision=EYES)
+
+    async def converse(turns) -> None:
+        messages = []
+        for turn in turns:
+            _, messages = await table.say(wire, messages + [{"role": "user", "content": [part(wire, x) for x in turn]}])
+
+    def expected(turns) -> list[int]:
+        """The last prompt of a conversation."""
+        messages = []
+        for turn in turns:
+            parts = [{"type": "image"} if isinstance(x, bytes) else {"type": "text", "text": x} for x in turn]
+            if not any(isinstance(x, bytes) for x in turn):
+                parts = "\n".join(turn)
+            messages += [{"role": "user", "content": parts}, {"role": "assistant", "content": "ok"}]
+        text = EYES.tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        return EYES.expand(tokenize(EYES.tokenizer, text), [x for turn in turns for x in turn if isinstance(x, bytes)])[0]
+
+    asyncio.run(converse(turns))
+    assert table.engine.prompts == [expected(turns[: n + 1]) for n in range(len(turns))]
+    n, k = data.draw(st.sampled_from(shown))
+    other = data.draw(st.sampled_from([file for file in (RED, BLUE, WIDE) if file != turns[n][k]]))
+    edited = [[other if (n, k) == (i, j) else x for j, x in enumerate(turn)] for i, turn in enumerate(turns)]
+    asyncio.run(converse(edited))
+    assert table.engine.prompts[-1] == expected(edited)
+    segments = table.server.close(table.session)
+    assert len(segments) == 2
+    assert [[i.file for i in s.images] for s in segments] == [[x for turn in t for x in turn if isinstance(x, bytes)] for t in (turns, edited)]
+    for segment in segments:
+        assert all(segment.token_ids[i.start : i.start + i.length].tolist() == EYES.expansion(i.file) for i in segment.images)
+
+
+def test_a_tools_image_and_count_tokens_and_a_literal_placeholder():
+    """A screenshot in a tool result is seen; a user who writes the placeholder as text shows nothing; count_tokens counts expanded ids."""
+    table = Table(answer(1, EYES.tokenizer.eos_token_id), answer(2, EYES.tokenizer.eos_token_id), tokenizer=EYES.tokenizer, vision=EYES)
+    messages = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [part("messages", "see"), part("messages", WIDE)]}]}]
+    body = {"model": "m", "messages": messages}
+    counted = asyncio.run(table.post("messages/count_tokens", body)).json["input_tokens"]
+    reply = asyncio.run(table.post("messages", body | {"max_tokens": 9}))
+    assert reply.code == 200 and table.engine.prompts[0].count(EYES.token) == 3
+    assert counted == reply.json["usage"]["input_tokens"] == len(table.engine.prompts[0])
+
+
+@wires
+@pytest.mark.parametrize("image, vision, words", [
+    (RED, None, "reads text only"), ("http", EYES, "nothing is fetched"), ("base64", EYES, "base64"), (b"no picture", EYES, "no image")])
+def test_an_image_that_cannot_be_seen_is_refused_with_400_and_nothing_is_sampled(wire, image, vision, words):
+    table = Table(answer(8, 1), **({"tokenizer": EYES.tokenizer, "vision": vision} if vision else {}))
+    path, body, _ = WIRES[wire]
+    if isinstance(image, bytes):
+        shown = part(wire, image)
+    else:
+        where = {"http": "https://example.com/a.png", "base64": "data:image/png;base64,%%%"}[image]
+        shown = {"chat": {"type": "image_url", "image_url": {"url": where}}, "responses": {"type": "input_image", "image_url": where},
+                 "messages": {"type": "image", "source": {"type": "url", "url": where} if image == "http" else {"type": "base64", "media_type": "image/png", "data": "%%%"}}}[wire]
+    reply = asyncio.run(table.post(path, body([{"role": "user", "content": [part(wire, "hello"), shown]}])))
+    assert reply.code == 400 and words in reply.json["error"]["message"] and not table.engine.prompts
+
+
+def test_an_env_that_shows_an_image_to_a_text_model_is_told_so():
+    class Shows(Env):
+        async def reset(self, prompt):
+            return ask("left?", "r", "g")
+
+    with pytest.raises(ValueError, match="reads text only"):
+        asyncio.run(run_episode(Shows(), {"prompt": ""}, TOKENIZER, None, Budget(100)))
 
 
 # ---------------------------------------------------------------------------------------------------- a model with eyes
