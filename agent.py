@@ -262,6 +262,11 @@ def image_of_part(part: dict) -> bytes:
     return file.getvalue()
 
 
+def reads_parts_only(tokenizer) -> bool:
+    """Whether the chat template loses plain text: those of some vision models read lists of parts only."""
+    return tokenizer.chat_template is not None and ANSWER not in tokenizer.apply_chat_template([{"role": "user", "content": ANSWER}], tokenize=False)
+
+
 class Vision:
     """How a vision-language model sees: its own processor, which says what ids stand for an image. `token` is the id that the template
     writes once for an image and the model reads as pixels; it is never sampled (`UNSAID`), or one could not tell them apart."""
@@ -271,6 +276,12 @@ class Vision:
 
         self.processor = AutoProcessor.from_pretrained(model)
         self.token, self.expansion = self.processor.image_token_id, functools.lru_cache(maxsize=256)(self.expansion)
+        self.parts_only = reads_parts_only(self.processor.tokenizer)
+
+    def message(self, message: dict) -> dict:
+        """A message as the template reads it."""
+        text = message.get("content")
+        return message | {"content": [{"type": "text", "text": text}]} if self.parts_only and isinstance(text, str) else message
 
     def expansion(self, file: bytes) -> list[int]:
         """The ids that stand for an image."""
@@ -307,11 +318,12 @@ def load_vision(model: str) -> Vision | None:
 def take_images(observation: str | list[dict], vision: Vision | None) -> tuple[str | list[dict], list[bytes]]:
     """(the observation with {"type": "image"} in the place of each image, as templates want it; the images' files, in order)."""
     messages, files = [], []
-    for message in observation if isinstance(observation, list) else []:
-        if isinstance(message, dict) and isinstance(message.get("content"), list):
+    for message in as_messages(observation) if vision or isinstance(observation, list) else []:
+        message = vision.message(message) if vision else message
+        if isinstance(message.get("content"), list):
             parts = []
             for part in message["content"]:
-                if isinstance(part, dict) and part.get("type") in ("image", "image_url"):
+                if part["type"] in ("image", "image_url"):
                     files.append(image_of_part(part))
                     part = {"type": "image"}
                 parts.append(part)
@@ -334,7 +346,8 @@ def render_delta(tokenizer, observation: str | list[dict], sampled_ids, tools: l
     if tokenizer.chat_template is None:
         return plain(tokenizer, observation)
     new, tools = escape([as_messages(observation), tools], reserved(tokenizer))
-    history = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
+    text = [[{"type": "text", "text": said}] if all(isinstance(m.get("content"), list) for m in new) else said for said in ("question", ANSWER)]     # as the new ones are written
+    history = [{"role": "user", "content": text[0]}, {"role": "assistant", "content": text[1]}]
     text = tokenizer.apply_chat_template(history + new, tools=tools, tokenize=False, add_generation_prompt=True)
     if text.count(ANSWER) != 1:
         raise ValueError("The chat template does not write an assistant message's content exactly once, so turns cannot be joined to it.")

@@ -888,6 +888,7 @@ class ChatServer:
             self.note("parser", "a chat client offers tools, but without --tool-parser calls stay in the answer's text")
 
     def render(self, messages: list[dict], tools: list[dict] | None, header: bool) -> str:
+        messages = [self.vision.message(m) for m in messages] if self.vision else messages
         try:
             return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=header)
         except Exception as error:

@@ -164,6 +164,7 @@ class Engine:
             model=self.model, dtype=self.dtype, load_format="dummy", max_model_len=self.cfg.context_length, max_num_seqs=self.cfg.max_num_seqs,
             max_num_batched_tokens=self.cfg.max_num_batched_tokens, enable_chunked_prefill=False, enable_prefix_caching=True,
             block_size=32 if self.transfer == "gloo" else None, logprobs_mode="processed_logprobs", disable_log_stats=True,
+            mm_device_do_normalize=False,                          # else pixels are scaled by buffers of the engine's model, which dummy weights overwrite and no publish mends
             mm_processor_cache_gb=0,                               # its two ends are emptied one after the other at a pause: an image between would be missing later
             worker_extension_cls="weight_sync.Receiver",
             hf_overrides={"tie_word_embeddings": False} if self.untie else {},

@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from agent import Budget, Env, Trajectory, Vision, image_of_url, run_episode, take_images, tokenize
+from agent import Budget, Env, Result, Trajectory, Vision, image_of_url, reads_parts_only, run_episode, take_images, tokenize
 from estimators import collate
 from generator import AgentWorker, GeneratorConfig
 from losses import AGGREGATIONS
@@ -51,10 +51,13 @@ RED, BLUE, WIDE = png("red", (1, 1)), png("blue", (1, 1)), png("red", (3, 1))
 class Eyes(Vision):
     """A processor of a few bytes: an image is a mark and as many placeholders as it is wide."""
 
-    def __init__(self):
+    def __init__(self, parts_only: bool):
         self.tokenizer = make_tokenizer()
         self.tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "<mark>"]})
-        self.tokenizer.chat_template = make_vision.TEMPLATE % "<image>"
+        self.tokenizer.chat_template, self.parts_only = make_vision.TEMPLATE % "<image>", parts_only
+        if parts_only:                 # plain text is a list of characters, none of which is a part
+            self.tokenizer.chat_template = self.tokenizer.chat_template.replace("message['content'] is string", "false")
+        assert reads_parts_only(self.tokenizer) == parts_only
         self.processor = SimpleNamespace(image_token="<image>")
         self.token, self.mark = self.tokenizer.convert_tokens_to_ids(["<image>", "<mark>"])
 
@@ -62,7 +65,7 @@ class Eyes(Vision):
         return [self.mark] + [self.token] * PIL.Image.open(io.BytesIO(file)).width
 
 
-EYES = Eyes()
+EYES, STRICT = Eyes(False), Eyes(True)
 
 
 def part(wire: str, file: bytes | str) -> dict:
@@ -120,13 +123,14 @@ def test_rows_keep_their_images_when_they_are_reordered_and_cut(rows, ranks, bud
 
 # ---------------------------------------------------------------------------------------------------- the wires
 @wires
+@pytest.mark.parametrize("eyes", [EYES, STRICT], ids=["text or parts", "parts only"])
 @few
 @given(st.lists(st.lists(st.sampled_from(["a", "b", RED, BLUE, WIDE]), min_size=1, max_size=3), min_size=1, max_size=4), st.data())
-def test_a_conversation_with_images_is_one_segment_until_one_of_them_is_another(wire, turns, data):
+def test_a_conversation_with_images_is_one_segment_until_one_of_them_is_another(wire, eyes, turns, data):
     """Each prompt is the whole conversation rendered anew and expanded; with another file in one place the request is a segment of its own."""
     shown = [(n, k) for n, turn in enumerate(turns) for k, x in enumerate(turn) if isinstance(x, bytes)]
     assume(shown)
-    table = Table(*[answer(*EYES.tokenizer.encode("ok"), EYES.tokenizer.eos_token_id) for _ in range(2 * len(turns))], tokenizer=EYES.tokenizer, vision=EYES)
+    table = Table(*[answer(*EYES.tokenizer.encode("ok"), EYES.tokenizer.eos_token_id) for _ in range(2 * len(turns))], tokenizer=eyes.tokenizer, vision=eyes)
 
     async def converse(turns) -> None:
         messages = []
@@ -141,7 +145,7 @@ def test_a_conversation_with_images_is_one_segment_until_one_of_them_is_another(
             if not any(isinstance(x, bytes) for x in turn):
                 parts = "\n".join(turn)
             messages += [{"role": "user", "content": parts}, {"role": "assistant", "content": "ok"}]
-        text = EYES.tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        text = eyes.tokenizer.apply_chat_template([eyes.message(m) for m in messages[:-1]], tokenize=False, add_generation_prompt=True)
         return EYES.expand(tokenize(EYES.tokenizer, text), [x for turn in turns for x in turn if isinstance(x, bytes)])[0]
 
     asyncio.run(converse(turns))
@@ -184,6 +188,32 @@ def test_an_image_that_cannot_be_seen_is_refused_with_400_and_nothing_is_sampled
                  "messages": {"type": "image", "source": {"type": "url", "url": where} if image == "http" else {"type": "base64", "media_type": "image/png", "data": "%%%"}}}[wire]
     reply = asyncio.run(table.post(path, body([{"role": "user", "content": [part(wire, "hello"), shown]}])))
     assert reply.code == 400 and words in reply.json["error"]["message"] and not table.engine.prompts
+
+
+@pytest.mark.parametrize("eyes", [EYES, STRICT], ids=["text or parts", "parts only"])
+def test_an_env_shows_images_in_its_first_and_in_later_observations(eyes):
+    """The engine is asked with the whole conversation, rendered and expanded; a text turn between shows none."""
+    class Shows(Env):
+        turn = 0
+
+        async def reset(self, prompt):
+            return [{"role": "user", "content": [{"type": "image", "image": RED}, {"type": "text", "text": "left?"}]}]
+
+        async def step(self, action):
+            self.turn += 1
+            return Result(terminated=self.turn == 3, observation="and?" if self.turn == 1 else [{"role": "user", "content": [part("chat", WIDE)]}])
+
+    end, asked = eyes.tokenizer.eos_token_id, []
+
+    async def generate(token_ids, max_tokens, stop, turn, images):
+        asked.append((token_ids.tolist(), [i.file for i in images]))
+        return answer(*eyes.tokenizer.encode("ok"), end)
+
+    [segment] = asyncio.run(run_episode(Shows(), {"prompt": ""}, eyes.tokenizer, generate, Budget(500), vision=eyes))
+    said = "<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n"
+    text = said % "<image>left?" + "ok<|im_end|>\n" + said % "and?" + "ok<|im_end|>\n" + said % "<image>"
+    assert asked[-1] == (EYES.expand(tokenize(eyes.tokenizer, text), [RED, WIDE])[0], [RED, WIDE]) and [len(files) for _, files in asked] == [1, 1, 2]
+    assert segment.token_ids[:-3].tolist() == asked[-1][0]
 
 
 def test_an_env_that_shows_an_image_to_a_text_model_is_told_so():
