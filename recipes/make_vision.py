@@ -20,7 +20,6 @@ from recipes.make_tiny import make_tokenizer  # noqa: E402
 TEMPLATE = ("{%% for message in messages %%}<|im_start|>{{ message['role'] }}\n{%% if message['content'] is string %%}{{ message['content'] }}{%% else %%}"
             "{%% for part in message['content'] %%}{%% if part['type'] == 'image' %%}%s{%% else %%}{{ part['text'] }}{%% endif %%}{%% endfor %%}{%% endif %%}<|im_end|>\n"
             "{%% endfor %%}{%% if add_generation_prompt %%}<|im_start|>assistant\n{%% endif %%}")
-LLAMA = dict(hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=False)
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,21 @@ class Config:
 
     out: str                           # where to write it
     kind: Literal["idefics3", "qwen2_5_vl"] = "idefics3"   # its architecture
+    width: int = 64                    # of the language model and of its vision tower
+    layers: int = 2                    # of each
     seed: int = 0                      # of its weights
 
+    @property
+    def head(self) -> int:
+        return 32 if self.width == 64 else 64
 
-def make_idefics3(tokenizer):
+    def text(self, tokenizer) -> dict:
+        heads = self.width // self.head
+        return dict(hidden_size=self.width, intermediate_size=self.width * 11 // 4, num_hidden_layers=self.layers, num_attention_heads=heads, num_key_value_heads=heads,
+                    max_position_embeddings=1024, tie_word_embeddings=False, vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+
+
+def make_idefics3(cfg: Config, tokenizer):
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3ImageProcessorPil, Idefics3Processor
 
     tokenizer.add_special_tokens({"additional_special_tokens": [
@@ -41,12 +51,12 @@ def make_idefics3(tokenizer):
     images = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})      # 32 x 32 pixels a tile
     config = Idefics3Config(
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"), pad_token_id=tokenizer.pad_token_id, scale_factor=2, tie_word_embeddings=False,
-        vision_config=dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8),
-        text_config=LLAMA | dict(model_type="llama", vocab_size=len(tokenizer), head_dim=32, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+        vision_config=dict(hidden_size=cfg.width, intermediate_size=2 * cfg.width, num_hidden_layers=cfg.layers, num_attention_heads=cfg.width // cfg.head, image_size=32, patch_size=8),
+        text_config=cfg.text(tokenizer) | dict(model_type="llama", head_dim=cfg.head))
     return Idefics3ForConditionalGeneration(config), Idefics3Processor(images, tokenizer, image_seq_len=4)
 
 
-def make_qwen(tokenizer):
+def make_qwen(cfg: Config, tokenizer):
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
     marks = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
@@ -56,19 +66,19 @@ def make_qwen(tokenizer):
     size = {"shortest_edge": 28 * 28, "longest_edge": 112 * 112}                                            # pixels of an image
     config = Qwen2_5_VLConfig(
         image_token_id=image, video_token_id=video, vision_start_token_id=start, vision_end_token_id=end, tie_word_embeddings=False,
-        vision_config=dict(depth=2, hidden_size=64, intermediate_size=128, num_heads=2, out_hidden_size=64, window_size=56, fullatt_block_indexes=[1]),
-        text_config=LLAMA | dict(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-                                 rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}))
+        vision_config=dict(depth=cfg.layers, hidden_size=cfg.width, intermediate_size=2 * cfg.width, num_heads=cfg.width // cfg.head, out_hidden_size=cfg.width, window_size=56,
+                           fullatt_block_indexes=[cfg.layers - 1]),
+        text_config=cfg.text(tokenizer) | dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [cfg.head // 8, cfg.head * 3 // 16, cfg.head * 3 // 16]}))
     return Qwen2_5_VLForConditionalGeneration(config), Qwen2_5_VLProcessor(Qwen2VLImageProcessor(size=size), tokenizer, Qwen2VLVideoProcessor(size=size))
 
 
 def make(cfg: Config) -> None:
     torch.manual_seed(cfg.seed)
-    model, processor = {"idefics3": make_idefics3, "qwen2_5_vl": make_qwen}[cfg.kind](make_tokenizer())
+    model, processor = {"idefics3": make_idefics3, "qwen2_5_vl": make_qwen}[cfg.kind](cfg, make_tokenizer())
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.mul_(4)          # or all would look alike to it: what it says must depend on what it sees
+                parameter.mul_(32 / cfg.width**0.5)      # or all would look alike to it: what it says must depend on what it sees
     model.save_pretrained(cfg.out)
     processor.save_pretrained(cfg.out)
     processor.tokenizer.save_pretrained(cfg.out)

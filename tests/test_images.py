@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import PIL.Image
 import pytest
+import ray
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from losses import AGGREGATIONS
 from recipes import make_vision
 from recipes.colour import ask, picture, prompts
 from recipes.make_tiny import make_tokenizer
-from train import Config, resolve, start
+from train import Config, make_trainer, resolve, start
 from trainer import TrainerConfig, plan_microbatches, take_rows
 
 from conftest import ROOT
@@ -352,3 +353,44 @@ def test_images_come_over_the_three_wires_by_their_sdks(sight, loop, tmp_path):
         assert await gap(cfg, parts, found) <= 1e-4
 
     loop.run_until_complete(scenario())
+
+
+@pytest.mark.long
+def test_two_ranks_do_what_one_does_although_only_one_of_them_sees_an_image(eyes, cluster, loop):
+    """Five rows, one with images: logprobs and, after an update, all parameters agree to 1e-5; so does a run that never shows an image."""
+    vision, draw = Vision(eyes), np.random.default_rng(0)
+
+    def rows(shows: bool) -> list:
+        rollouts = []
+        for i in range(5):
+            files = [png("red"), png("blue", (30, 50))] if shows and i == 3 else []
+            ids, images = vision.expand(tokenize(vision.processor.tokenizer, render_text(vision, len(files))), files)
+            trajectory = Trajectory(i, i, reward=0.0)
+            trajectory.extend(ids, images=images)
+            trajectory.extend(draw.integers(0, 250, 4 + i), logprobs=[-5.0] * (4 + i), policy_versions=[0] * (4 + i))
+            rollouts.append([trajectory])
+        return rollouts
+
+    async def of(ranks: int, batches: list) -> list:
+        cfg = Config(model=eyes, device="cpu", dtype="float32", generator=GeneratorConfig(agent=str(ROOT / "recipes/colour.py")),
+                     trainer=TrainerConfig(trainers=ranks, tokens_per_microbatch=200, learning_rate=1e-3, warmup_steps=0, decay="constant"))
+        trainer = make_trainer(cfg, resolve(cfg))
+        await trainer.start()
+        out = []
+        for batch in batches:
+            batch.old_logprobs = await trainer.logprobs(batch)
+            batch.advantages = batch.spread(torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]))
+            await trainer.update(batch, "ppo")
+            out.append((batch.old_logprobs, (await asyncio.gather(*[rank.parameters.remote() for rank in trainer.ranks]))[0]))
+        for rank in trainer.ranks:
+            ray.kill(rank)
+        return out
+
+    batches = [collate(rows(False), AGGREGATIONS["token-mean"]), collate(rows(True), AGGREGATIONS["token-mean"])]
+    for (one, mine), (two, theirs) in zip(*[loop.run_until_complete(of(n, [replace(b) for b in batches])) for n in (1, 2)]):
+        torch.testing.assert_close(one, two, atol=1e-5, rtol=0)
+        assert all((mine[name] - theirs[name]).abs().max() <= 1e-5 for name in mine)
+
+
+def render_text(vision: Vision, images: int) -> str:
+    return vision.processor.tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "image"}] * images + [{"type": "text", "text": "what?"}]}], tokenize=False, add_generation_prompt=True)
