@@ -97,7 +97,7 @@ class Result:
     """
 
     reward: float | None = 0.0
-    observation: str | list[dict] = ""   # text (a user message) or chat messages, with images if the model has eyes (see image_file); used only when the episode goes on
+    observation: str | list[dict] = ""   # text (a user message) or chat messages, with images if the model has eyes (see image_of_part); used only when the episode goes on
     terminated: bool = True              # True ends the episode
     truncated: bool = False              # ends it too, and marks the rollout as cut short
     info: dict[str, Any] = field(default_factory=dict)
@@ -234,32 +234,35 @@ def picture(file: bytes):
 
     try:
         return PIL.Image.open(io.BytesIO(file)).convert("RGB")
-    except (OSError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+    except Exception as error:                             # each of its readers has its own
         raise ValueError(f"These {len(file)} bytes are no image that can be read: {error}") from None
 
 
-@functools.lru_cache(maxsize=256)        # the rollouts of a group share one file
+@functools.lru_cache(maxsize=256)
+def checked_file(file: bytes) -> bytes:
+    """The first file equal to this one, which is an image: a group's rollouts share it, so that it travels once. Raises ValueError when it is none."""
+    picture(file)
+    return file
+
+
 def image_of_url(url: str) -> bytes:
     """The file in a data URL (data:image/png;base64,...). Raises ValueError for any other URL: nothing is fetched."""
     head, _, data = url.partition(";base64,")
     if not head.startswith("data:image/"):
         raise ValueError(f"an image must come as a data URL (data:image/png;base64,...), got {url!r:.100}; nothing is fetched.")
     try:
-        file = base64.b64decode(data, validate=True)
+        return checked_file(base64.b64decode(data, validate=True))
     except binascii.Error as error:
         raise ValueError(f"the base64 of an image's data URL is broken: {error}") from None
-    picture(file)
-    return file
 
 
 def image_of_part(part: dict) -> bytes:
     """The file of a message's part: OpenAI's {"type": "image_url", "image_url": {"url": ...}}, or {"type": "image", "image": a file's bytes or a PIL image}."""
     if part["type"] == "image_url":
         return image_of_url(part["image_url"]["url"])
-    if isinstance(part["image"], bytes):
-        return part["image"]
-    part["image"].save(file := io.BytesIO(), format="PNG")
-    return file.getvalue()
+    if not isinstance(part["image"], bytes):
+        part["image"].save(file := io.BytesIO(), format="PNG")
+    return checked_file(part["image"] if isinstance(part["image"], bytes) else file.getvalue())
 
 
 def reads_parts_only(tokenizer) -> bool:
@@ -323,7 +326,7 @@ def take_images(observation: str | list[dict], vision: Vision | None) -> tuple[s
         if isinstance(message.get("content"), list):
             parts = []
             for part in message["content"]:
-                if part["type"] in ("image", "image_url"):
+                if isinstance(part, dict) and part.get("type") in ("image", "image_url"):
                     files.append(image_of_part(part))
                     part = {"type": "image"}
                 parts.append(part)

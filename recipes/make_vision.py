@@ -50,9 +50,9 @@ def make_idefics3(cfg: Config, tokenizer):
     tokenizer.chat_template = TEMPLATE % "<image>"
     images = Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})      # 32 x 32 pixels a tile
     config = Idefics3Config(
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), pad_token_id=tokenizer.pad_token_id, scale_factor=2, tie_word_embeddings=False,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), pad_token_id=tokenizer.pad_token_id, scale_factor=2, tie_word_embeddings=True,
         vision_config=dict(hidden_size=cfg.width, intermediate_size=2 * cfg.width, num_hidden_layers=cfg.layers, num_attention_heads=cfg.width // cfg.head, image_size=32, patch_size=8),
-        text_config=cfg.text(tokenizer) | dict(model_type="llama", head_dim=cfg.head))
+        text_config=cfg.text(tokenizer) | dict(model_type="llama", head_dim=cfg.head, tie_word_embeddings=True))
     return Idefics3ForConditionalGeneration(config), Idefics3Processor(images, tokenizer, image_seq_len=4)
 
 
