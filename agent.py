@@ -51,10 +51,10 @@ class Trajectory:
     response_mask: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))             # [T]
     behaviour_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [T]
     policy_versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))       # [T]
-    images: list[Image] = field(default_factory=list)                                        # in order; token_ids have them expanded, as the engine sees them
     reward: float | None = None
     truncated: bool = False            # the last answer hit a token limit, or the context was full
     info: dict[str, Any] = field(default_factory=dict)
+    images: list[Image] = field(default_factory=list)   # in order; token_ids have them expanded, as the engine sees them
 
     def __len__(self) -> int:
         return len(self.token_ids)

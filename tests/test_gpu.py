@@ -114,7 +114,7 @@ def test_the_trainer_sees_the_images_that_the_engine_saw_over_3_publishes(rehear
     seen = report(f"images/{gpus}", check(gpus, 300, "images", "vision"))
     mean, most = (EXACT, EXACT) if rehearse else (MEAN, MOST)
     assert len(seen["gap_mean"]) == 4 and max(seen["gap_mean"]) <= mean and max(seen["gap_max"]) <= most
-    assert min(seen["swapped_mean"]) > 3 * max(seen["gap_mean"]) and min(seen["older_mean"]) > 3 * max(seen["gap_mean"]) and seen["tower_moved"] > 0
+    assert min(seen["swapped_mean"]) > 1.5 * max(seen["gap_mean"]) and min(seen["older_mean"]) > 3 * max(seen["gap_mean"]) and seen["tower_moved"] > 0
 
 
 @pytest.mark.gpu
