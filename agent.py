@@ -8,16 +8,19 @@ Letters: T tokens of one segment. A *segment* is one unbroken id sequence; a rol
 Sources: the Env interface follows Gymnasium (https://gymnasium.farama.org); token-in/token-out is arXiv:2607.21653, section 3.
 """
 
+import base64
+import binascii
 import functools
 import importlib.util
 import inspect
+import io
 import json
 import math
 import numbers
 import re
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,15 @@ import numpy as np
 
 
 # ---------------------------------------------------------------------------------------------------- records
+@dataclass(frozen=True)
+class Image:
+    """An image that a segment shows: its file as it came (PNG, JPEG, ...), and where the ids lie that stand for it."""
+
+    file: bytes
+    start: int                         # place of the first of them in the segment
+    length: int
+
+
 @dataclass
 class Trajectory:
     """One segment of one rollout: four arrays of equal length [T], grown only by `extend`.
@@ -42,13 +54,14 @@ class Trajectory:
     reward: float | None = None
     truncated: bool = False            # the last answer hit a token limit, or the context was full
     info: dict[str, Any] = field(default_factory=dict)
+    images: list[Image] = field(default_factory=list)   # in order; token_ids have them expanded, as the engine sees them
     routed_experts: Any = None         # [C, layers, k] experts that a mixture's engine chose for tokens 0..C-1; a Ray reference to it once the rollout has ended; None: not told
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def extend(self, token_ids, logprobs=None, policy_versions=None, routed_experts=None) -> None:
-        """Append tokens. With logprobs and policy_versions they were *sampled*; without, they were *observed*.
+    def extend(self, token_ids, logprobs=None, policy_versions=None, routed_experts=None, images=()) -> None:
+        """Append tokens. With logprobs and policy_versions they were *sampled*; without, they were *observed*, and may show `images` (placed in token_ids).
 
         `routed_experts` come with sampled tokens and are those of the whole sequence so far but its last token, which the
         engine had not read yet: [len(self) + n - 1, layers, k]. A position keeps the first ones told of it.
@@ -75,6 +88,7 @@ class Trajectory:
             assert len(routed_experts) == len(self) + n - 1, f"experts of {len(routed_experts)} tokens for a sequence of {len(self)} + {n}"
             told = routed_experts[:0] if self.routed_experts is None else self.routed_experts
             self.routed_experts = np.concatenate([told, routed_experts[len(told):]])
+        self.images += [replace(image, start=len(self) + image.start) for image in images]
         self.token_ids = np.concatenate([self.token_ids, token_ids])
         self.response_mask = np.concatenate([self.response_mask, np.full(n, sampled)])
         self.behaviour_logprobs = np.concatenate([self.behaviour_logprobs, logprobs if sampled else np.zeros(n, np.float32)])
@@ -90,7 +104,7 @@ class Result:
     """
 
     reward: float | None = 0.0
-    observation: str | list[dict] = ""   # text (a user message) or chat messages; used only when the episode goes on
+    observation: str | list[dict] = ""   # text (a user message) or chat messages, with images if the model has eyes (see image_of_part); used only when the episode goes on
     terminated: bool = True              # True ends the episode
     truncated: bool = False              # ends it too, and marks the rollout as cut short
     info: dict[str, Any] = field(default_factory=dict)
@@ -220,6 +234,116 @@ def _rendered(tokenizer, template: str, chat: str) -> np.ndarray:
     return np.asarray(tokenize(tokenizer, tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True)), np.int32)
 
 
+# ---------------------------------------------------------------------------------------------------- images
+def picture(file: bytes):
+    """An image's file as pixels, the same for engine and trainer: a PIL image, RGB. Raises ValueError when it is none."""
+    import PIL.Image
+
+    try:
+        return PIL.Image.open(io.BytesIO(file)).convert("RGB")
+    except Exception as error:                             # each of its readers has its own
+        raise ValueError(f"These {len(file)} bytes are no image that can be read: {error}") from None
+
+
+@functools.lru_cache(maxsize=256)
+def checked_file(file: bytes) -> bytes:
+    """The first file equal to this one, which is an image: a group's rollouts share it, so that it travels once. Raises ValueError when it is none."""
+    picture(file)
+    return file
+
+
+def image_of_url(url: str) -> bytes:
+    """The file in a data URL (data:image/png;base64,...). Raises ValueError for any other URL: nothing is fetched."""
+    head, _, data = url.partition(";base64,")
+    if not head.startswith("data:image/"):
+        raise ValueError(f"an image must come as a data URL (data:image/png;base64,...), got {url!r:.100}; nothing is fetched.")
+    try:
+        return checked_file(base64.b64decode(data, validate=True))
+    except binascii.Error as error:
+        raise ValueError(f"the base64 of an image's data URL is broken: {error}") from None
+
+
+def image_of_part(part: dict) -> bytes:
+    """The file of a message's part: OpenAI's {"type": "image_url", "image_url": {"url": ...}}, or {"type": "image", "image": a file's bytes or a PIL image}."""
+    if part["type"] == "image_url":
+        return image_of_url(part["image_url"]["url"])
+    if not isinstance(part["image"], bytes):
+        part["image"].save(file := io.BytesIO(), format="PNG")
+    return checked_file(part["image"] if isinstance(part["image"], bytes) else file.getvalue())
+
+
+def reads_parts_only(tokenizer) -> bool:
+    """Whether the chat template loses plain text: those of some vision models read lists of parts only."""
+    return tokenizer.chat_template is not None and ANSWER not in tokenizer.apply_chat_template([{"role": "user", "content": ANSWER}], tokenize=False)
+
+
+class Vision:
+    """How a vision-language model sees: its own processor, which says what ids stand for an image. `token` is the id that the template
+    writes once for an image and the model reads as pixels; it is never sampled (`UNSAID`), or one could not tell them apart."""
+
+    def __init__(self, model: str):
+        from transformers import AutoProcessor
+
+        self.processor = AutoProcessor.from_pretrained(model)
+        self.token, self.expansion = self.processor.image_token_id, functools.lru_cache(maxsize=256)(self.expansion)
+        self.parts_only = reads_parts_only(self.processor.tokenizer)
+
+    def message(self, message: dict) -> dict:
+        """A message as the template reads it."""
+        text = message.get("content")
+        return message | {"content": [{"type": "text", "text": text}]} if self.parts_only and isinstance(text, str) else message
+
+    def expansion(self, file: bytes) -> list[int]:
+        """The ids that stand for an image."""
+        return list(self.processor(text=[self.processor.image_token], images=[picture(file)], add_special_tokens=False)["input_ids"][0])
+
+    def expand(self, token_ids: list[int], files: list[bytes]) -> tuple[list[int], list[Image]]:
+        """Rendered ids with every placeholder replaced by the ids of its image. Raises ValueError unless there are as many as images."""
+        if (places := token_ids.count(self.token)) != len(files):
+            raise ValueError(f"The chat template wrote {self.processor.image_token!r} {places} times for {len(files)} images: want once for each. Models whose template marks images in another way are not supported.")
+        ids, images, left = [], [], iter(files)
+        for token in token_ids:
+            if token == self.token:
+                images.append(Image(file := next(left), len(ids), len(self.expansion(file))))
+            ids += self.expansion(file) if token == self.token else [token]
+        return ids, images
+
+    def collapse(self, token_ids: list[int], images: list[Image]) -> list[int]:
+        """Expanded ids with one placeholder an image, as vLLM wants them; its own expansion gives token_ids again."""
+        for image in reversed(images):
+            token_ids = token_ids[: image.start] + [self.token] + token_ids[image.start + image.length:]
+        return token_ids
+
+
+UNSAID = -100.0                          # added to the logit of Vision.token by engine and trainer alike: the policy has no such word
+
+
+def load_vision(model: str) -> Vision | None:
+    """The eyes of the model at `model`; None for one that reads text only."""
+    from transformers import AutoConfig
+
+    return Vision(model) if hasattr(AutoConfig.from_pretrained(model), "vision_config") else None
+
+
+def take_images(observation: str | list[dict], vision: Vision | None) -> tuple[str | list[dict], list[bytes]]:
+    """(the observation with {"type": "image"} in the place of each image, as templates want it; the images' files, in order)."""
+    messages, files = [], []
+    for message in as_messages(observation) if vision or isinstance(observation, list) else []:
+        message = vision.message(message) if vision else message
+        if isinstance(message.get("content"), list):
+            parts = []
+            for part in message["content"]:
+                if isinstance(part, dict) and part.get("type") in ("image", "image_url"):
+                    files.append(image_of_part(part))
+                    part = {"type": "image"}
+                parts.append(part)
+            message = message | {"content": parts}
+        messages.append(message)
+    if files and vision is None:
+        raise ValueError(f"An observation shows {len(files)} images, but the model reads text only (its config has no vision_config). Choose a vision-language model.")
+    return messages or observation, files
+
+
 ANSWER = "\ue002"   # stands for the assistant's text where only the markup around it is wanted
 
 
@@ -232,7 +356,8 @@ def render_delta(tokenizer, observation: str | list[dict], sampled_ids, tools: l
     if tokenizer.chat_template is None:
         return plain(tokenizer, observation)
     new, tools = escape([as_messages(observation), tools], reserved(tokenizer))
-    history = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
+    text = [[{"type": "text", "text": said}] if all(isinstance(m.get("content"), list) for m in new) else said for said in ("question", ANSWER)]     # as the new ones are written
+    history = [{"role": "user", "content": text[0]}, {"role": "assistant", "content": text[1]}]
     text = tokenizer.apply_chat_template(history + new, tools=tools, tokenize=False, add_generation_prompt=True)
     if text.count(ANSWER) != 1:
         raise ValueError("The chat template does not write an assistant message's content exactly once, so turns cannot be joined to it.")
@@ -258,7 +383,7 @@ def answer_text(tokenizer, completion) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------- the episode
-Generate = Callable[..., Awaitable[Any]]   # generate(token_ids, max_tokens=, stop=, turn=) -> generator.Completion
+Generate = Callable[..., Awaitable[Any]]   # generate(token_ids, max_tokens=, stop=, turn=, images=) -> generator.Completion
 
 
 def checked_reward(reward, rollout: int) -> float | None:
@@ -270,7 +395,7 @@ def checked_reward(reward, rollout: int) -> float | None:
     raise TypeError(f"Rollout {rollout}: Result.reward must be a number or None, got {reward!r}. Convert it in your agent.")
 
 
-async def run_episode(env: Env, prompt: dict, tokenizer, generate: Generate, budget: Budget, rollout: int = 0, group: int = 0) -> list[Trajectory]:
+async def run_episode(env: Env, prompt: dict, tokenizer, generate: Generate, budget: Budget, rollout: int = 0, group: int = 0, vision: Vision | None = None) -> list[Trajectory]:
     """One rollout of an Env: reset, then (generate, step) until it ends. Returns its segments (for an Env: one).
 
     Ends when step says terminated or truncated, after `max_turns` answers, or when the context is full; the last two
@@ -279,7 +404,10 @@ async def run_episode(env: Env, prompt: dict, tokenizer, generate: Generate, bud
     trajectory = Trajectory(rollout, group)
     try:
         env.prompt, total, max_tokens, stop = prompt, 0.0, None, []
-        trajectory.extend(render_prompt(tokenizer, await env.reset(prompt), prompt.get("tools")))
+        observation, files = take_images(await env.reset(prompt), vision)
+        ids = render_prompt(tokenizer, observation, prompt.get("tools"))
+        ids, images = vision.expand(ids, files) if files else (ids, [])
+        trajectory.extend(ids, images=images)
         turn = 0
         while True:
             room = budget.context - len(trajectory)
@@ -287,7 +415,7 @@ async def run_episode(env: Env, prompt: dict, tokenizer, generate: Generate, bud
                 trajectory.truncated = True
                 break
             limit = min(x for x in (room, max_tokens or budget.max_new_tokens) if x)
-            completion = await generate(trajectory.token_ids, max_tokens=limit, stop=stop, turn=turn)
+            completion = await generate(trajectory.token_ids, max_tokens=limit, stop=stop, turn=turn, images=trajectory.images)
             trajectory.extend(completion.token_ids, completion.logprobs, completion.policy_versions, completion.routed_experts)
             trajectory.truncated = completion.finish_reason == "length"
             result = await env.step(answer_text(tokenizer, completion))
@@ -303,11 +431,13 @@ async def run_episode(env: Env, prompt: dict, tokenizer, generate: Generate, bud
             if turn == env.max_turns:
                 trajectory.truncated = True
                 break
-            delta = render_delta(tokenizer, result.observation, completion.token_ids, prompt.get("tools"))
+            observation, files = take_images(result.observation, vision)
+            delta = render_delta(tokenizer, observation, completion.token_ids, prompt.get("tools"))
+            delta, images = vision.expand(delta, files) if files else (delta, [])
             if len(trajectory) + len(delta) >= budget.context:   # no room for an answer: earlier turns stay as they are
                 trajectory.truncated = True
                 break
-            trajectory.extend(delta)
+            trajectory.extend(delta, images=images)
             max_tokens, stop = result.max_tokens, result.stop
         return [trajectory]
     finally:

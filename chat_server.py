@@ -44,7 +44,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agent import ANSWER, Budget, Trajectory, answer_text, escape, reserved, tokenize, unsampled
+from agent import ANSWER, Budget, Image, Trajectory, Vision, answer_text, escape, image_of_url, reserved, tokenize, unsampled
 
 MAX_BODY = 32 * 2**20                  # bytes of a request
 MAX_MESSAGES = 10_000                  # of a request
@@ -60,7 +60,7 @@ class Chat:
     """One request, whatever its wire. Messages and tools have the shape that chat templates read."""
 
     model: str                         # as the client wrote it; it gets it back
-    messages: list[dict]               # role, content (text), reasoning_content, tool_calls (arguments parsed), tool_call_id, name
+    messages: list[dict]               # role, content (text, or parts where there are images), reasoning_content, tool_calls (arguments parsed), tool_call_id, name
     tools: list[dict]
     call_tools: bool                   # whether calls are taken out of the answer's text
     max_tokens: int | None
@@ -199,9 +199,34 @@ def text_of(content: Any, where: str) -> str:
     for i, part in enumerate(records({where: content}, where, MAX_MESSAGES)):
         kind = part.get("type")
         if not isinstance(kind, str) or kind not in TEXT_PARTS:
-            raise Refused(400, f"{where}[{i}]: a part of type {kind!r:.100} cannot be honoured. Policies here read text, no images, audio or files.", f"{where}[{i}]")
+            raise Refused(400, f"{where}[{i}]: a part of type {kind!r:.100} cannot be honoured here. Policies read text, and images of users and tools; no audio or files.", f"{where}[{i}]")
         texts.append(get(part, TEXT_PARTS[kind], str, ..., f"{where}[{i}]."))
     return "\n".join(texts)
+
+
+IMAGE_PARTS = ("image", "image_url", "input_image")
+
+
+def shown(content: Any, where: str) -> str | list[dict]:
+    """What a user or a tool shows: its text, or, with images, parts in order: {"type": "text", "text": ...} and {"type": "image", "image": the file}."""
+    if not (isinstance(content, list) and any(isinstance(part, dict) and part.get("type") in IMAGE_PARTS for part in content)):
+        return text_of(content, where)
+    parts = []
+    for i, part in enumerate(records({where: content}, where, MAX_MESSAGES)):
+        at, kind = f"{where}[{i}].", part.get("type")
+        if kind not in IMAGE_PARTS:
+            parts.append({"type": "text", "text": text_of([part], where)})
+            continue
+        if kind == "image":                                # Anthropic's
+            source = get(part, "source", dict, ..., at)
+            url = f"data:{source.get('media_type')};base64,{source.get('data')}" if source.get("type") == "base64" else str(source.get("url"))
+        else:                                              # of chat completions, of Responses
+            url = get(get(part, "image_url", dict, ..., at), "url", str, ..., f"{at}image_url.") if kind == "image_url" else get(part, "image_url", str, ..., at)
+        try:
+            parts.append({"type": "image", "image": image_of_url(url)})
+        except ValueError as error:
+            raise Refused(400, f"{where}[{i}]: {error}", f"{where}[{i}]") from None
+    return parts
 
 
 def strict(name: str) -> None:
@@ -270,7 +295,8 @@ def read_chat(body: dict) -> Chat:
 
 
 def chat_message(m: dict, where: str) -> dict:
-    role, text = m.get("role"), text_of(m.get("content"), f"{where}content")
+    role = m.get("role")
+    text = (shown if role in ("user", "tool") else text_of)(m.get("content"), f"{where}content")
     if role in ("system", "developer", "user"):
         return {"role": "user" if role == "user" else "system", "content": text}
     if role == "tool":
@@ -336,20 +362,18 @@ def anthropic_message(m: dict, where: str) -> list[dict]:
     for i, block in enumerate(blocks):
         at, kind = f"{where}content[{i}].", block.get("type")
         if kind == "tool_result" and kind in own:
-            results += [{"role": "user", "content": text_of(texts, at)}] if texts else []
+            results += [{"role": "user", "content": shown(texts, at)}] if texts else []
             texts = []
-            results.append({"role": "tool", "tool_call_id": get(block, "tool_use_id", str, ..., at), "content": text_of(block.get("content"), f"{at}content")})
+            results.append({"role": "tool", "tool_call_id": get(block, "tool_use_id", str, ..., at), "content": shown(block.get("content"), f"{at}content")})
         elif kind == "tool_use" and kind in own:
             calls.append((get(block, "id", str, ..., at), get(block, "name", str, ..., at), get(block, "input", dict, {}, at)))
         elif kind == "thinking" and kind in own:
             thinking.append(get(block, "thinking", str, "", at))
         elif kind != "redacted_thinking" or kind not in own:
-            text_of([block], f"{where}content")
             texts.append(block)
-    text = text_of(texts, f"{where}content")
     if role == "assistant":
-        return [assistant(text, "\n".join(thinking) or None, calls)]
-    return results + ([{"role": "user", "content": text}] if texts or not results else [])
+        return [assistant(text_of(texts, f"{where}content"), "\n".join(thinking) or None, calls)]
+    return results + ([{"role": "user", "content": shown(texts, f"{where}content")}] if texts or not results else [])
 
 
 def read_responses(body: dict) -> Chat:
@@ -392,7 +416,7 @@ def responses_messages(items: list[dict]) -> list[dict]:
             text = text_of(item.get("content"), f"{at}content")
         elif kind == "function_call_output":
             end()
-            messages.append({"role": "tool", "tool_call_id": get(item, "call_id", str, ..., at), "content": text_of(item.get("output"), f"{at}output")})
+            messages.append({"role": "tool", "tool_call_id": get(item, "call_id", str, ..., at), "content": shown(item.get("output"), f"{at}output")})
         elif kind == "message" and item.get("role") in ("system", "developer", "user"):
             end()
             messages.append(chat_message(item, at))
@@ -428,7 +452,7 @@ def name_after(before: bytes, message: dict) -> bytes:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A request as a session compares it: `names[n]` names the tools and the first n messages, reasoning aside; all escaped."""
+    """A request as a session compares it: `names[n]` names the tools and the first n messages, reasoning aside; all escaped, an image the name of its file."""
 
     messages: list[dict]
     tools: list[dict] | None
@@ -449,6 +473,7 @@ class Session:
         self.answers: dict[bytes, asyncio.Task] = {}       # of each request so far, by its name
         self.segments: list[tuple[int, Trajectory]] = []   # with the turn that began it
         self.marks: dict[bytes, list[Mark]] = {}           # by the name of the conversation up to there
+        self.files: dict[str, bytes] = {}                  # of the images seen so far, by their names
         self.escaped: dict[bytes, Any] = {}                # messages and tools seen so far, ready for the template
         self.overflowed: list[Trajectory | None] = []      # segment that had no room for another answer; None: a new prompt that had none
         self.turns, self.closed = 0, False
@@ -461,10 +486,24 @@ class Session:
         return self.escaped[name]
 
     def conversation(self, chat: Chat) -> Conversation:
-        names = [name_of(chat.tools)]
-        for m in chat.messages:
+        names, messages = [name_of(chat.tools)], [self.filed(m) for m in chat.messages]
+        for m in messages:
             names.append(name_after(names[-1], m))
-        return Conversation([self.ready(m) for m in chat.messages], self.ready(chat.tools) or None, names)
+        return Conversation([self.ready(m) for m in messages], self.ready(chat.tools) or None, names)
+
+    def filed(self, message: dict) -> dict:
+        """The message with its images' files put aside, under names made of their content, which stand in their place."""
+        if isinstance(message["content"], str):
+            return message
+        if self.server.vision is None:
+            raise Refused(400, f"An image cannot be honoured: {self.server.model} reads text only. Leave it out, or train a vision-language model.", "messages")
+        parts = []
+        for part in message["content"]:
+            if part["type"] == "image":
+                name = hashlib.blake2b(part["image"], digest_size=16).hexdigest()
+                self.files[name], part = part["image"], part | {"image": name}
+            parts.append(part)
+        return message | {"content": parts}
 
     def mark(self, talk: Conversation) -> Mark | None:
         """The last mark that the conversation passes. Reasoning that came back must be the sampled one; absent, it is no edit."""
@@ -473,8 +512,8 @@ class Session:
                 return mark
         return None
 
-    def prompt(self, talk: Conversation) -> tuple[list[int], list[dict], str, Mark | None]:
-        """(ids of the prompt, its messages as rendered, their text, the mark it goes on from)."""
+    def prompt(self, talk: Conversation) -> tuple[list[int], list[Image], list[dict], str, Mark | None]:
+        """(ids of the prompt, the images they show, its messages as rendered, their text, the mark it goes on from)."""
         mark = self.mark(talk)
         messages = mark.messages + talk.messages[len(mark.messages):] if mark else talk.messages
         text = self.server.render(messages, talk.tools, header=True)
@@ -483,8 +522,19 @@ class Session:
             shorter = text[:length] if name_of(text[:length]) == name else self.server.render(mark.messages, talk.tools, header=False)
             if text.startswith(shorter):
                 new = unsampled(self.server.tokenizer, self.server.closing + text[len(shorter):], mark.last)
-                return mark.segment.token_ids[: mark.length].tolist() + tokenize(self.server.tokenizer, new), messages, text, mark
-        return tokenize(self.server.tokenizer, text), messages, text, None
+                old, new, later = Trajectory(self.rollout, self.group), *self.ids(new, messages[len(mark.messages):])
+                old.extend(mark.segment.token_ids[: mark.length], images=[image for image in mark.segment.images if image.start < mark.length])
+                old.extend(new, images=later)
+                return old.token_ids.tolist(), old.images, messages, text, mark
+        return *self.ids(text, messages), messages, text, None
+
+    def ids(self, text: str, messages: list[dict]) -> tuple[list[int], list[Image]]:
+        """Rendered text of these messages as ids, and the images that they show."""
+        ids, names = tokenize(self.server.tokenizer, text), [part["image"] for m in messages if isinstance(m["content"], list) for part in m["content"] if part["type"] == "image"]
+        try:
+            return self.server.vision.expand(ids, [self.files[name] for name in names]) if names else (ids, [])
+        except ValueError as error:                        # an image of a shape that the model does not take
+            raise Refused(400, f"The model's processor refuses these images: {error}", "messages") from error
 
     async def answer(self, chat: Chat) -> Answer:
         """The answer to a request. Raises Refused: too many at once, the template's refusal, a failed generation, a closed session."""
@@ -506,7 +556,7 @@ class Session:
             raise
 
     async def sample(self, chat: Chat, talk: Conversation) -> Answer:
-        ids, messages, text, mark = self.prompt(talk)
+        ids, images, messages, text, mark = self.prompt(talk)
         room = self.budget.context - len(ids)
         if room <= 0:
             self.overflowed.append(mark.segment if mark else None)
@@ -514,7 +564,7 @@ class Session:
         limit = min(x for x in (room, chat.max_tokens, self.budget.max_new_tokens) if x)
         turn, self.turns = self.turns, self.turns + 1
         try:
-            completion = await self.generate(np.asarray(ids, np.int32), max_tokens=limit, stop=chat.stop, turn=turn)
+            completion = await self.generate(np.asarray(ids, np.int32), max_tokens=limit, stop=chat.stop, turn=turn, images=images)
             sampled = Trajectory(self.rollout, self.group)
             sampled.extend(completion.token_ids, completion.logprobs, completion.policy_versions)
             sampled.routed_experts = completion.routed_experts     # of the prompt too
@@ -525,19 +575,20 @@ class Session:
         said = assistant(answer.text, answer.reasoning, [(c.id, c.name, c.arguments) for c in answer.calls])
         name, messages, seen = name_after(talk.names[-1], said), messages + [self.ready(said)], text + self.ready(whole) + self.server.closing
         if len(sampled):                                   # nothing that could fail comes after the commit
-            segment = self.commit(turn, ids, sampled, mark)
+            segment = self.commit(turn, ids, images, sampled, mark)
             segment.truncated = completion.finish_reason == "length"
             self.marks.setdefault(name, []).append(Mark(segment, len(segment), messages, sampled.token_ids[-1:].tolist(), (len(seen), name_of(seen))))
         return answer
 
-    def commit(self, turn: int, ids: list[int], sampled: Trajectory, mark: Mark | None) -> Trajectory:
+    def commit(self, turn: int, ids: list[int], images: list[Image], sampled: Trajectory, mark: Mark | None) -> Trajectory:
         """Append an answer to the segment it extends, or to a new one if there is none or it has grown since; returns the segment."""
         if mark and len(mark.segment) == mark.length:
             segment = mark.segment
             segment.extend(ids[mark.length:])
+            segment.images = images
         else:
             segment = Trajectory(self.rollout, self.group)
-            segment.extend(ids)
+            segment.extend(ids, images=images)
             self.segments.append((turn, segment))
         segment.extend(sampled.token_ids, sampled.behaviour_logprobs, sampled.policy_versions, sampled.routed_experts)
         return segment
@@ -775,10 +826,10 @@ class ChatServer:
     Raises ValueError for a tokenizer without a chat template, or one that the parsers cannot read.
     """
 
-    def __init__(self, tokenizer, model: str, tool_parser: str | None = None, reasoning_parser: str | None = None):
+    def __init__(self, tokenizer, model: str, tool_parser: str | None = None, reasoning_parser: str | None = None, vision: Vision | None = None):
         if tokenizer.chat_template is None:
             raise ValueError(f"{model} has no chat template, so a ChatAgent cannot talk to it. Choose a chat model, or write the agent as an Env.")
-        self.tokenizer, self.model, self.reserved = tokenizer, model, reserved(tokenizer)
+        self.tokenizer, self.model, self.vision, self.reserved = tokenizer, model, vision, reserved(tokenizer)
         self.tool_parser, self.parser = tool_parser, load_parser(tokenizer, tool_parser, reasoning_parser)
         stand_in = self.render([{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}], None, header=False)
         if stand_in.count(ANSWER) != 1:
@@ -838,6 +889,7 @@ class ChatServer:
             self.note("parser", "a chat client offers tools, but without --tool-parser calls stay in the answer's text")
 
     def render(self, messages: list[dict], tools: list[dict] | None, header: bool) -> str:
+        messages = [self.vision.message(m) for m in messages] if self.vision else messages
         try:
             return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=header)
         except Exception as error:

@@ -44,6 +44,7 @@ class Batch:
     minibatch: Tensor                  # [B] int64, the optimizer step (of each epoch) that trains the row
     version: int                       # that of the weights under training: a token is version - policy_versions publishes old
     temperature: float                 # sampling temperature of the run; the trainer divides its logits by it
+    images: list[list[bytes]] | None = None   # [B] the image files that each row's token_ids show, in order; None: no row shows any
     old_logprobs: Tensor | None = None  # [B, T] pi_old, the trainer's view of the same tokens before this update
     ref_logprobs: Tensor | None = None  # [B, T] the frozen reference policy, or the teacher
     values: Tensor | None = None       # [B, T] V_t, the critic's view before this update of what token t and all later ones will earn
@@ -111,7 +112,8 @@ def collate(rollouts: list[list[Trajectory]], aggregation: Callable, temperature
         behaviour_logprobs=pad("behaviour_logprobs", torch.get_default_dtype()), policy_versions=pad("policy_versions", torch.int32, -1),
         lengths=lengths, rollout=rollout, position=position,
         raw_rewards=rewards, rollout_rewards=rewards, rollout_group=group, truncated=truncated, loss_weight=loss_weight, minibatch=minibatch, version=version, temperature=temperature,
-        routed_experts=[s.routed_experts for s in rows] if any(s.routed_experts is not None for s in rows) else None)
+        routed_experts=[s.routed_experts for s in rows] if any(s.routed_experts is not None for s in rows) else None,
+        images=[[image.file for image in s.images] for s in rows] if any(s.images for s in rows) else None)
 
 
 def supervised_batch(pairs: list[tuple[list[int], list[int]]], aggregation: Callable) -> Batch:

@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 import ray
 
-from agent import Budget, ChatAgent, ChatContext, Result, Trajectory, as_messages, checked_reward, load_agent, run_episode
+from agent import UNSAID, Budget, ChatAgent, ChatContext, Image, Result, Trajectory, as_messages, checked_reward, load_agent, load_vision, picture, run_episode
 
 
 # ---------------------------------------------------------------------------------------------------- configuration
@@ -233,7 +233,7 @@ class Engine:
         for process in psutil.process_iter():
             if process.pid in orphans and "VLLM" in process.name():
                 process.kill()
-        self.loop = asyncio.get_running_loop()
+        self.loop, self.vision = asyncio.get_running_loop(), load_vision(self.model)
         replay = self.cfg.routing_replay == "on"
         self.output_kind = RequestOutputKind.FINAL_ONLY
         if self.cfg.partial_rollout:                               # tokens as they come, to label them: all of them each time where deltas that vLLM joins would lose the experts
@@ -244,6 +244,8 @@ class Engine:
             model=self.model, dtype=self.dtype, load_format="dummy", max_model_len=self.cfg.context_length, max_num_seqs=self.cfg.max_num_seqs,
             max_num_batched_tokens=self.cfg.max_num_batched_tokens, enable_chunked_prefill=False, enable_prefix_caching=True,
             block_size=32 if self.transfer == "gloo" else None, logprobs_mode="processed_logprobs", disable_log_stats=True,
+            mm_device_do_normalize=False,                          # else pixels are scaled by buffers of the engine's model, which dummy weights overwrite and no publish mends
+            mm_processor_cache_gb=0,                               # its two ends are emptied one after the other at a pause: an image between would be missing later
             worker_extension_cls="weight_sync.Receiver", enable_return_routed_experts=replay,
             hf_overrides={"tie_word_embeddings": False} if self.untie else {},
             weight_transfer_config=WeightTransferConfig(backend=self.transfer), **(cpu if self.transfer == "gloo" else gpu))
@@ -251,11 +253,11 @@ class Engine:
         await self.llm.collective_rpc("watch_weights")
         return [process.pid for process in psutil.Process().children(recursive=True)]
 
-    async def generate(self, requests: list[tuple[str, np.ndarray, int, list[str]]], sampling: list[Sampling]) -> list[Completion]:
-        """(name, token_ids, max_tokens, stop strings) of each request -> its Completion, in order."""
-        return await asyncio.gather(*[self._one(*request, s) for request, s in zip(requests, sampling)])
+    async def generate(self, requests: list[tuple], sampling: list[Sampling]) -> list[Completion]:
+        """(name, token_ids, max_tokens, stop strings and, where token_ids show some, images) of each request -> its Completion, in order."""
+        return await asyncio.gather(*[self._one(s, *request) for request, s in zip(requests, sampling)])
 
-    async def _one(self, name: str, token_ids: np.ndarray, max_tokens: int, stop: list[str], sampling: Sampling) -> Completion:
+    async def _one(self, sampling: Sampling, name: str, token_ids: np.ndarray, max_tokens: int, stop: list[str], images: list[Image] = []) -> Completion:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -264,10 +266,14 @@ class Engine:
         params = SamplingParams(
             n=1, temperature=sampling.temperature, top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
             repetition_penalty=1.0, seed=sampling.seed, max_tokens=max_tokens, min_tokens=0, stop=stop or None, ignore_eos=False, logprobs=0,
-            detokenize=bool(stop), skip_special_tokens=False, include_stop_str_in_output=True, output_kind=self.output_kind)
+            detokenize=bool(stop), skip_special_tokens=False, include_stop_str_in_output=True, output_kind=self.output_kind,
+            logit_bias={self.vision.token: UNSAID} if self.vision else None)
+        asked = {"prompt_token_ids": token_ids.tolist()}
+        if images:
+            asked = {"prompt_token_ids": self.vision.collapse(token_ids.tolist(), images), "multi_modal_data": {"image": [picture(image.file) for image in images]}}
         ids, rows, versions = [], [], []
         try:
-            async for output in self.llm.generate({"prompt_token_ids": token_ids.tolist()}, params, request_id=name):
+            async for output in self.llm.generate(asked, params, request_id=name):
                 answer = output.outputs[0]                         # the tokens since the last one, or all of it
                 if self.output_kind == RequestOutputKind.DELTA:
                     ids += answer.token_ids
@@ -279,6 +285,9 @@ class Engine:
             if self.llm.errored:                                   # vLLM's own process died: so does this actor, everyone learns it, and Ray restarts it
                 os._exit(1)
             raise
+        if output.prompt_token_ids != token_ids.tolist():
+            raise ValueError(f"vLLM expanded the images of {name} to a prompt of {len(output.prompt_token_ids)} tokens, the model's processor to another one of {len(token_ids)}: "
+                             "what is trained must be what was seen. This model's images are not supported.")
         return read_completion(ids, rows, versions, answer.finish_reason, answer.stop_reason, name, answer.routed_experts, len(output.prompt_token_ids))
 
     async def _control(self, coroutine):
@@ -377,14 +386,15 @@ class AgentWorker:
     def __init__(self, model: str, cfg: GeneratorConfig):
         from transformers import AutoTokenizer
 
-        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.vision = load_vision(model)                   # None: it reads text only
+        self.tokenizer = self.vision.processor.tokenizer if self.vision else AutoTokenizer.from_pretrained(model)
         self.cfg = cfg
         self.agent = load_agent(cfg.agent).AgentRunner
         self.chat = None                                   # what serves its ChatAgents
         if issubclass(self.agent, ChatAgent):
             from chat_server import ChatServer             # with the SDKs whose types it speaks: seconds that an Env need not wait
 
-            self.chat = ChatServer(self.tokenizer, model, cfg.tool_parser, cfg.reasoning_parser)
+            self.chat = ChatServer(self.tokenizer, model, cfg.tool_parser, cfg.reasoning_parser, self.vision)
         self.agents: asyncio.AbstractEventLoop | None = None   # where ChatAgents run: a client that blocks it keeps no server and no engine call waiting
         self.budget = Budget(cfg.context_length, cfg.max_new_tokens)
         self.life = uuid.uuid4().hex[:8]                   # an engine may still know requests of an earlier life by name
@@ -427,10 +437,10 @@ class AgentWorker:
 
         places = self.places.setdefault(f"{name}-{index}", {})
 
-        async def generate(token_ids, max_tokens, stop, turn) -> Completion:
+        async def generate(token_ids, max_tokens, stop, turn, images=()) -> Completion:
             sampling = Sampling(temperature, None if seed is None or not temperature else rollout_seed(seed, index, member, turn))
             places[rollout] = f"the engine, turn {turn + 1}", time.monotonic()
-            completion = await batcher.generate((f"{name}-{rollout}-{turn}-{self.life}", token_ids, max_tokens, stop), sampling)
+            completion = await batcher.generate((f"{name}-{rollout}-{turn}-{self.life}", token_ids, max_tokens, stop, images), sampling)
             places[rollout] = f"the agent, turn {turn + 1}", time.monotonic()
             return completion
 
@@ -438,7 +448,7 @@ class AgentWorker:
             places[rollout] = "the agent's reset", time.monotonic()
             async with limit:
                 if self.chat is None:
-                    segments = await run_episode(self.agent(), prompt, self.tokenizer, generate, self.budget, rollout, index)
+                    segments = await run_episode(self.agent(), prompt, self.tokenizer, generate, self.budget, rollout, index, self.vision)
                 else:
                     segments = await self._converse(prompt, generate, temperature, rollout, index)
         except (ray.exceptions.RayActorError, EngineGone):     # the engine is gone: the run's matter, not this rollout's

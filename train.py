@@ -154,8 +154,11 @@ class Plan:
             ("engines", f"{gen.engines} vLLM x {gen.engine_tp_size} {'GPU' if cuda else 'process'}, weights {weights:.3f} GB on each, KV cache {self.cache_gb:.3f} GB for a full context"
                         + (f"; {gen.engine_args}" if gen.engine_arguments else "")),
             ("trainers", f"{train.trainers} FSDP2 ranks{': ' * bool(sizes)}{sizes}; {rank}" + ", states on the CPU" * train.offload_optimizer),
-        ] + [("routing", "the engine's choice of experts is replayed in the trainer" if self.replay else "engine and trainer choose experts each for itself")] * bool(self.shape.num_experts)
-        + [("memory", f"of the GPU {gen.gpu_share(True):.0%} are the engine's; the trainer needs at most {sum(self.rank_gb.values()):.1f} GB")] * (self.transfer == "ipc") + [
+        ] + [
+            ("routing", "the engine's choice of experts is replayed in the trainer" if self.replay else "engine and trainer choose experts each for itself"),
+        ] * bool(self.shape.num_experts) + [
+            ("memory", f"of the GPU {gen.gpu_share(True):.0%} are the engine's; the trainer needs at most {sum(self.rank_gb.values()):.1f} GB"),
+        ] * (self.transfer == "ipc") + [
             ("agents", f"{gen.agent_workers} workers of {gen.agent}"),
             ("transfer", f"{self.transfer}, group of {1 + gen.engines * gen.engine_tp_size}"),
             ("step", f"{gen.prompts_per_step} prompts x {gen.group_size} rollouts, {train.optimizer_steps} optimizer steps; "
@@ -196,22 +199,26 @@ def resolve(cfg: Config) -> Plan:
     model, config = read_model("--model", cfg.model)
     ref, ref_config = read_model("--ref", train.ref or cfg.model)
     critic, _ = read_model("--critic", train.critic or cfg.model)
-    if ref_config.vocab_size != config.vocab_size:
-        raise ValueError(f"--ref {train.ref} has a vocabulary of {ref_config.vocab_size} tokens, --model {cfg.model} one of {config.vocab_size}: "
+    if (theirs := ref_config.get_text_config().vocab_size) != (ours := config.get_text_config().vocab_size):
+        raise ValueError(f"--ref {train.ref} has a vocabulary of {theirs} tokens, --model {cfg.model} one of {ours}: "
                          "logprobs of the same ids can only be compared under one tokenizer. Choose models of one family.")
-    limit = config.max_position_embeddings
+    vision, limit = hasattr(config, "vision_config"), config.get_text_config().max_position_embeddings
+    if vision and (ESTIMATORS[cfg.estimator].critic or not hasattr(ref_config, "vision_config")):
+        raise ValueError(f"--model {cfg.model} reads images: a reference (--ref) must read them too, and there is no critic that does (--estimator {cfg.estimator}). Choose others.")
     if gen.context_length > limit:
         raise ValueError(f"--context-length {gen.context_length} is more than the {limit} positions of {cfg.model}; lower it.")
     shape = Shape.of(config)
     check_sizes(train, shape, config, device)
-    if gen.routing_replay == "on" and not shape.num_experts:
-        raise ValueError(f"--routing-replay on: {cfg.model} is no mixture of experts, so there are no routes. Leave it out.")
+    if gen.routing_replay == "on" and (not shape.num_experts or vision):
+        raise ValueError(f"--routing-replay on: {cfg.model} is no mixture of experts that reads text only, so no routes are told for it. Leave it out.")
     if gen.routing_replay == "on" and device == "cpu":
         raise ValueError("--routing-replay on: vLLM's CPU engine does not tell which experts it chose. Leave it out; in float32 engine and trainer seldom choose differently.")
     dtype = ("bfloat16" if device == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
     transfer = "gloo" if device == "cpu" else "ipc" if shared else "nccl"
     cores = len(os.sched_getaffinity(0))
     rank_gb = rank_memory(shape, config, train, cfg.reference, ESTIMATORS[cfg.estimator].critic)
+    if device == "cpu":
+        del rank_gb["CUDA"]
     if shared and cfg.ray_address is None:               # the GPU of a cluster may be another machine's
         check_shared_memory(*gpu_memory(), gen.gpu_share(True), sum(rank_gb.values()), shape.parameters)
     text = config.get_text_config().to_dict()
@@ -220,7 +227,7 @@ def resolve(cfg: Config) -> Plan:
     numbers = latent + text["qk_rope_head_dim"] if latent else 2 * max(1, text["num_key_value_heads"] // gen.engine_tp_size) * head
     cache_gb = gen.context_length * text["num_hidden_layers"] * numbers * (1 if gen.quantised_cache else 2 if dtype == "bfloat16" else 4) / 2**30
     return Plan(model, ref, critic, device, dtype, transfer, nodes if device == "cuda" else (0,) * len(nodes), cores, shape, bool(config.tie_word_embeddings),
-                bool(shape.num_experts) and device == "cuda" and gen.routing_replay != "off", rank_gb, cache_gb, missing)
+                bool(shape.num_experts) and not vision and device == "cuda" and gen.routing_replay != "off", rank_gb, cache_gb, missing)
 
 
 GPUS_PER_NODE = 8                      # of the nodes that --dry-run assumes
@@ -229,6 +236,8 @@ GPUS_PER_NODE = 8                      # of the nodes that --dry-run assumes
 def check_sizes(cfg: TrainerConfig, shape: Shape, config, device: str) -> None:
     """Raises ValueError when the model cannot be split in the trainer's sizes, or not on this device."""
     text = config.get_text_config()
+    if hasattr(config, "vision_config") and cfg.same_rows * cfg.ep_size > 1:
+        raise ValueError(f"--tp-size {cfg.tp_size}, --cp-size {cfg.cp_size}, --ep-size {cfg.ep_size}: a model that reads images is split by plain data parallelism only. Leave them out.")
     if device == "cpu" and (cfg.cp_size > 1 or cfg.ep_size > 1):
         raise ValueError(f"--cp-size {cfg.cp_size}, --ep-size {cfg.ep_size}: torch's ring attention and AutoModel's mixtures need GPUs. On a CPU use --tp-size, --dp-replicate-size or plain --trainers.")
     if cfg.ep_size > 1 and (not shape.num_experts or shape.num_experts % cfg.ep_size):

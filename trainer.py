@@ -14,6 +14,7 @@ Sources: FSDP2 is torch.distributed.fsdp.fully_shard; models and sharding plans 
 """
 
 import asyncio
+import io
 import json
 import os
 import pickle
@@ -32,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
+from agent import UNSAID, Vision, load_vision, picture
 from estimators import PER_ROLLOUT, Batch
 from losses import LossConfig, critic_step_loss, step_loss
 
@@ -125,7 +127,7 @@ def take_rows(batch: Batch, rows: list[int]) -> Batch:
         if isinstance(value, Tensor) and f.name not in PER_ROLLOUT:
             value = value[rows, :longest] if value.dim() == 2 else value[rows]
         elif isinstance(value, list):
-            value = [value[row] for row in rows]
+            value = [value[row] for row in rows.tolist()]
         cut[f.name] = value
     small = Batch(**cut)
     return replace(small, response_mask=torch.zeros_like(small.response_mask), loss_weight=torch.zeros_like(small.loss_weight), routed_experts=None) if idle else small
@@ -148,19 +150,23 @@ def head_columns(batch: Batch, device: torch.device) -> tuple[Tensor, int]:
     return batch.token_ids.to(device).long(), first
 
 
-def forward(model, batch: Batch, device: torch.device, entropy: bool = False, split: "SplitRows | None" = None) -> tuple[Tensor, Tensor | None]:
+def forward(model, batch: Batch, device: torch.device, entropy: bool = False, split: "SplitRows | None" = None, vision: Vision | None = None) -> tuple[Tensor, Tensor | None]:
     """logprobs (and entropy), nats, [b, t] of the batch's tokens, exact on response tokens; float32 whatever the compute dtype.
 
     Rows are padded on the right, so causal attention needs no mask. The head runs only from the first response column on.
     `split`: this rank computes its share of the columns only (context parallel), and has the others' results from them.
+    `vision`: that of a vision-language model, needed for every batch of one.
     """
     token_ids, first = head_columns(batch, device)                                 # [b, t]
     if split:
         inputs, keep, targets, whole_rows = split(model, token_ids, first)
     else:
-        inputs, keep = {"input_ids": token_ids}, torch.arange(first - 1, token_ids.shape[1] - 1, device=device)
+        inputs = with_images(vision, token_ids, [file for row in batch.images or [] for file in row]) if vision else {"input_ids": token_ids}
+        keep = torch.arange(first - 1, token_ids.shape[1] - 1, device=device)
         targets, whole_rows = token_ids[:, first:], lambda states: states          # [b, t-first]
-    logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits.float() / batch.temperature   # [b, t-first, V]
+    logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits[: len(token_ids)].float() / batch.temperature   # [b, t-first, V]
+    if vision:
+        logits[..., vision.token] += UNSAID / batch.temperature
     if isinstance(logits, DTensor):
         logprobs, h = vocabulary_parallel(logits, targets, entropy)
     else:
@@ -220,6 +226,26 @@ class SplitRows:
             return sharder.gather_token_tensor(mine, trim=True)[:, first - 1: -1]
 
         return inputs, keep, targets[:, keep], whole_rows
+
+
+def with_images(vision: Vision, token_ids: Tensor, files: list[bytes]) -> dict:
+    """What the model is given: token ids [b, t] and the pixels of the images they show, as its own processor makes them.
+
+    A batch that shows none gets a further row with a blank image: each rank of FSDP2 must join the gathers of the vision
+    tower, and each parameter have a gradient, if only of 0. The tower is trained like the rest.
+    """
+    if not files:
+        import PIL.Image
+
+        PIL.Image.new("RGB", (64, 64), "white").save(blank := io.BytesIO(), format="PNG")
+        files = [blank.getvalue()]
+        row = torch.tensor([vision.expansion(files[0])], device=token_ids.device)
+        width = max(row.shape[1], token_ids.shape[1])
+        token_ids = torch.cat([F.pad(ids, (0, width - ids.shape[1])) for ids in (token_ids, row)])
+    seen = dict(vision.processor(images=[picture(file) for file in files], return_tensors="pt").to(token_ids.device))
+    if "mm_token_type_ids" in vision.processor.model_input_names:                  # where an image's rows and columns have positions of their own
+        seen["mm_token_type_ids"] = (token_ids == vision.token).int()
+    return {"input_ids": token_ids} | seen
 
 
 def forward_values(model, batch: Batch, device: torch.device) -> Tensor:
@@ -320,7 +346,7 @@ class WholePickler(pickle.Pickler):
 
 
 # ---------------------------------------------------------------------------------------------------- model
-def load_model(path: str, dtype: torch.dtype, device: torch.device, cfg: TrainerConfig, critic: bool = False, trained: bool = True):
+def load_model(path: str, dtype: torch.dtype, device: torch.device, cfg: TrainerConfig, critic: bool = False, trained: bool = True, vision: bool = False):
     """(model, its AutoModel mesh): the model at `path` with float32 master weights, sharded by FSDP2 over all ranks in the sizes of `cfg`, computing in `dtype`.
 
     GPU: AutoModel's own classes (under context parallelism transformers' class, as AutoModel's attention would need
@@ -328,6 +354,7 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, cfg: Trainer
     `critic`: the same backbone under a new head with one output a token (a token classifier of one label), transformers'
     class everywhere: AutoModel would take its causal model for it. It is sharded over all ranks, whatever the sizes:
     ranks of one data-parallel place then compute the same values, and the mean over them is the same gradient.
+    `vision`: the class with eyes; its vision tower is trained like the rest.
     AutoModel does not shard one rank, which would also drop the dtype policy: there fully_shard is called here, so that
     compute dtype, checkpoint and publish are one code at every number of ranks.
     """
@@ -342,14 +369,14 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, cfg: Trainer
     sizes = ParallelismSizes() if critic else ParallelismSizes(tp_size=cfg.tp_size, cp_size=cfg.cp_size, ep_size=cfg.ep_size, dp_replicate_size=cfg.dp_replicate_size)
     setup = DistributedSetup.build(FSDP2Config(mp_policy=policy, **{} if alone else offload), sizes, activation_checkpointing=recompute)
     if device.type == "cuda" and not critic:
-        from nemo_automodel import NeMoAutoModelForCausalLM
+        from nemo_automodel import NeMoAutoModelForCausalLM, NeMoAutoModelForImageTextToText
 
-        model = NeMoAutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float32, distributed_setup=setup, attn_implementation="sdpa", force_hf=cfg.cp_size > 1)
+        model = (NeMoAutoModelForImageTextToText if vision else NeMoAutoModelForCausalLM).from_pretrained(path, torch_dtype=torch.float32, distributed_setup=setup, attn_implementation="sdpa", force_hf=cfg.cp_size > 1)
     else:
-        from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 
         head = {"num_labels": 1} if critic else {}
-        model = (AutoModelForTokenClassification if critic else AutoModelForCausalLM).from_pretrained(path, dtype=torch.float32, **head)
+        model = (AutoModelForTokenClassification if critic else AutoModelForImageTextToText if vision else AutoModelForCausalLM).from_pretrained(path, dtype=torch.float32, **head)
         model = model if offload else model.to(device)
         if not alone:
             from nemo_automodel.components.distributed.model_parallelizer import parallelize_model
@@ -359,8 +386,9 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, cfg: Trainer
         if recompute and (device.type == "cpu" or critic):       # AutoModel's loader has done it for its own
             model.gradient_checkpointing_enable()
         shard = dict(mesh=setup.mesh_context.device_mesh["dp_shard"], mp_policy=policy, **offload)
-        layers = next(m for m in model.modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.ModuleDict)))
-        for layer in layers.children():
+        lists = [m for m in model.modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.ModuleDict))]
+        inner = {m for outer in lists for m in outer.modules() if m is not outer}
+        for layer in (layer for layers in lists if layers not in inner for layer in layers.children()):      # of the language model, and of its vision tower
             fully_shard(layer, **shard)
         fully_shard(model, **shard)
     for module in model.modules() if offload else ():            # FSDP2 brings parameters to the GPU for their layer, but not buffers
@@ -386,11 +414,11 @@ class Shape:
     @staticmethod
     def of(config) -> "Shape":
         """Of the transformers model that a config describes; nothing is loaded or allocated."""
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+            model = (AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM).from_config(config)
+        layers = max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=lambda m: sum(p.numel() for p in m.parameters()))   # not a vision tower's
         experts = [[p for name, p in layer.named_parameters() if ".experts." in name] for layer in layers]   # stacked: [experts, ...]
         routed = [sum(p.numel() for p in stack) for stack in experts]
         return Shape(
@@ -490,11 +518,12 @@ class Rank:
             torch.cuda.set_device(self.device)
         dist.init_process_group("cuda:nccl,cpu:gloo" if self.device.type == "cuda" else "gloo")
         torch.manual_seed(self.seed)                             # the critic's new head is the same on every rank
-        cfg = self.cfg
-        self.model, mesh = load_model(self.path, self.dtype, self.device, cfg)
+        cfg, self.vision = self.cfg, load_vision(self.path)
+        sees = bool(self.vision)
+        self.model, mesh = load_model(self.path, self.dtype, self.device, cfg, vision=sees)
         self.mesh, self.replays = mesh.device_mesh, replay_handles(self.model) if replay else {}
         self.policy = Learner(self.model, mesh, cfg.learning_rate, cfg, self.steps)
-        self.ref = load_model(cfg.ref or self.path, self.dtype, self.device, cfg, trained=False)[0].eval() if ref else None
+        self.ref = load_model(cfg.ref or self.path, self.dtype, self.device, cfg, trained=False, vision=sees)[0].eval() if ref else None
         self.critic = Learner(*load_model(cfg.critic or self.path, self.dtype, self.device, cfg, critic=True), cfg.critic_learning_rate, cfg, self.steps) if critic else None
         return sum(p.numel() for p in self.model.parameters())
 
@@ -514,7 +543,7 @@ class Rank:
                 with ExitStack() as stack:
                     model, handles = (self.ref, {}) if what == "ref_logprobs" else (self.model, self.replays)
                     stack.enter_context(replaying(handles, small, self.device))
-                    numbers, _ = forward(model, small, self.device, split=self.split(stack))
+                    numbers, _ = forward(model, small, self.device, split=self.split(stack), vision=self.vision)
             out.append(numbers.cpu() * small.response_mask)
         return out
 
@@ -534,7 +563,7 @@ class Rank:
                         values = forward_values(learner.model, small, self.device)
                         loss, seen = critic_step_loss(values, to_device(small, self.device), self.loss)
                     else:
-                        logprobs, entropy = forward(learner.model, small, self.device, bool(self.loss.entropy_coef), self.split(until_backward))
+                        logprobs, entropy = forward(learner.model, small, self.device, bool(self.loss.entropy_coef), self.split(until_backward), self.vision)
                         loss, seen = step_loss(logprobs, entropy, to_device(small, self.device), self.loss, kind)
                         seen |= route_metrics(self.replays, small) if self.replays and rows else {}
                     (loss * self.places).backward()            # FSDP2 takes the mean over ranks, the loss is a sum over data-parallel places
@@ -602,7 +631,7 @@ class Rank:
         Path(path).mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(tensors, path)
         AutoConfig.from_pretrained(self.path).save_pretrained(path)
-        AutoTokenizer.from_pretrained(self.path).save_pretrained(path)
+        (self.vision.processor if self.vision else AutoTokenizer.from_pretrained(self.path)).save_pretrained(path)
         if Path(self.path, "generation_config.json").exists():
             GenerationConfig.from_pretrained(self.path).save_pretrained(path)
 

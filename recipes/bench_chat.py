@@ -43,7 +43,7 @@ def serve(cfg: Bench, doors, results) -> None:
     tokenizer, slept = AutoTokenizer.from_pretrained(cfg.model), {}
 
     def engine(session: int):
-        async def generate(token_ids, max_tokens, stop, turn):
+        async def generate(token_ids, max_tokens, stop, turn, images=()):
             began = time.perf_counter()
             await asyncio.sleep(cfg.seconds * random.uniform(0.5, 1.5))
             ids = np.random.randint(32, 120, cfg.tokens)

@@ -216,6 +216,8 @@ def logprobs_under(policy: str, batch: Batch, rows: Tensor) -> Tensor:
     from transformers import AutoModelForCausalLM
 
     path, config = read_model("--policy", policy)
+    if hasattr(config, "vision_config"):
+        raise ValueError(f"--policy {policy} reads images, which rollouts/ does not hold. Leave the flag out.")
     if config.vocab_size <= (largest := int(batch.token_ids[rows].max())):
         raise ValueError(f"--policy {policy} has a vocabulary of {config.vocab_size} tokens and the rollout holds id {largest}: it is another model's.")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

@@ -95,7 +95,7 @@ class Engine:
     def __init__(self, *answers):
         self.answers, self.prompts, self.asked = list(answers), [], []
 
-    async def __call__(self, token_ids, max_tokens, stop, turn):
+    async def __call__(self, token_ids, max_tokens, stop, turn, images=()):
         self.prompts.append(token_ids.tolist())
         self.asked.append({"max_tokens": max_tokens, "stop": stop, "turn": turn})
         reply = self.answers[turn]
@@ -523,7 +523,7 @@ def test_close_is_called_when_the_episode_is_cancelled():
     async def cancel_while_waiting():
         asked = asyncio.Event()
 
-        async def generate(token_ids, max_tokens, stop, turn):
+        async def generate(token_ids, max_tokens, stop, turn, images=()):
             asked.set()
             await asyncio.Event().wait()
         task = asyncio.create_task(run_episode(env, {"prompt": "hello"}, TOKENIZER, generate, Budget(100)))

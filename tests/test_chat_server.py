@@ -32,7 +32,7 @@ class Engine:
     def __init__(self, *answers):
         self.answers, self.prompts, self.asked, self.gate = list(answers), [], [], None
 
-    async def __call__(self, token_ids, max_tokens, stop, turn):
+    async def __call__(self, token_ids, max_tokens, stop, turn, images=()):
         self.prompts.append(token_ids.tolist())
         self.asked.append({"max_tokens": max_tokens, "stop": stop, "turn": turn})
         if self.gate is not None:
@@ -334,7 +334,7 @@ async def test_b11_requests_at_once_never_mix():
     gates = [asyncio.Event(), asyncio.Event()]
     plain = table.engine.__call__
 
-    async def gated(token_ids, max_tokens, stop, turn):
+    async def gated(token_ids, max_tokens, stop, turn, images=()):
         await gates[turn - 1].wait()
         return await plain(token_ids, max_tokens=max_tokens, stop=stop, turn=turn)
 
@@ -824,7 +824,7 @@ class Dice:
     def __init__(self, seed: int):
         self.random, self.log, self.fail, self.late = random.Random(seed), [], False, 0
 
-    async def __call__(self, token_ids, max_tokens, stop, turn):
+    async def __call__(self, token_ids, max_tokens, stop, turn, images=()):
         for _ in range(self.random.randrange(4)):          # answers end in any order
             await asyncio.sleep(0)
         if self.fail:

@@ -113,7 +113,7 @@ def episode(loop, client, caller=None, script: tuple[str, ...] = (), **options):
     log, asked, tokenizer = [], [], AutoTokenizer.from_pretrained(CALLER)
     server = ChatServer(tokenizer, "policy", tool_parser="hermes")
 
-    async def generate(token_ids, max_tokens, stop, turn):
+    async def generate(token_ids, max_tokens, stop, turn, images=()):
         if caller:
             [completion] = await caller[1].engines[0].generate.remote([(f"{server.url}-{turn}", token_ids, max_tokens, stop)], [Sampling(TEMPERATURE, 1 + turn)])
         else:

@@ -578,7 +578,7 @@ def test_a_rollouts_experts_leave_the_worker_as_a_reference(cluster):
     from generator import AgentWorker, Completion
 
     async def remote(requests, sampling):
-        (_, ids, _, _), = requests
+        (_, ids, *_), = requests
         experts = np.array([[[p, len(ids)]] for p in range(len(ids) + 1)], np.int8)
         return [Completion(np.array([70, 258], np.int32), np.array([-1.0, -1.0], np.float32), np.zeros(2, np.int32), "stop", None, experts)]
 

@@ -8,6 +8,7 @@ hangs or dies ends alone. It prints its numbers as a last line of JSON; the test
 """
 
 import asyncio
+import importlib.util
 import json
 import os
 import random
@@ -144,6 +145,16 @@ def test_what_offload_and_recomputation_save_and_cost(rehearse, report, check):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("gpus", [2, 1])
+def test_the_trainer_sees_the_images_that_the_engine_saw_over_3_publishes(rehearse, report, check, gpus):
+    """Two turns with an image each: gaps in the band at each version, further off with each other's images; the tower moves."""
+    seen = report(f"images/{gpus}", check(gpus, 300, "images", "vision"))
+    mean, most = (EXACT, EXACT) if rehearse else (MEAN, MOST)
+    assert len(seen["gap_mean"]) == 4 and max(seen["gap_mean"]) <= mean and max(seen["gap_max"]) <= most
+    assert min(seen["swapped_mean"]) > 1.5 * max(seen["gap_mean"]) and min(seen["older_mean"]) > 3 * max(seen["gap_mean"]) and seen["tower_moved"] > 0
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["tied", "experts"])
 def test_one_rank_has_float32_masters_bfloat16_compute_and_the_logprobs_of_transformers(rehearse, report, check, kind):
     """AutoModel's class under FSDP2 on one rank, from a bfloat16 checkpoint; the oracle is transformers' class in float32."""
@@ -225,6 +236,11 @@ def make_model(kind: str, path: Path, tiny: bool) -> None:
     with `ties` under routers whose rows are nearly one row: scores of about 0.6 that lie about 0.004 apart, the step of a bfloat16 there."""
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+    if kind == "vision":               # vLLM's Qwen2.5-VL imports torchvision
+        from recipes import make_vision
+
+        architecture = "qwen2_5_vl" if importlib.util.find_spec("torchvision") else "idefics3"
+        return make_vision.make(make_vision.Config(str(path), architecture, width=64 if tiny else 1024, layers=2 if tiny else 16))
     shape = dict(vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=4096)
     experts = dict(num_hidden_layers=16, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=512, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
     if tiny:
@@ -414,6 +430,44 @@ async def replay(model: str, device: str) -> dict:
     batch.advantages = batch.spread(torch.tensor([1.0, -1.0]).repeat(16)[: len(rollouts)])
     metrics = await parts.trainer.update(batch, "ppo")
     return seen | {"finite": bool(np.isfinite(list(metrics.values())).all())} | {k: v for k, v in metrics.items() if k.startswith("route")}
+
+
+async def images(model: str, device: str) -> dict:
+    """Episodes of recipes/colour.py under versions 0 .. 3, all weights updated between; |trainer - engine|, also with the two images of a row exchanged, and of tokens of the version before."""
+    from estimators import collate
+    from generator import GeneratorConfig
+    from losses import AGGREGATIONS
+    from recipes.colour import prompts
+    from train import Config, resolve, start
+    from trainer import TrainerConfig
+
+    cfg = Config(model=model, device=device, trainer=TrainerConfig(learning_rate=1e-3 if device == "cpu" else 1e-4, warmup_steps=0, decay="constant", tokens_per_microbatch=1024),
+                 generator=GeneratorConfig(agent=str(ROOT / "recipes/colour.py"), context_length=512, max_new_tokens=16, enforce_eager=True, gpu_memory_utilization=0.15, kv_cache_gb=0.1))
+    plan = resolve(cfg)
+    parts = await start(cfg, plan)
+    seen = {"transfer": plan.transfer, "gap_mean": [], "gap_max": [], "swapped_mean": [], "older_mean": []}
+    first = await parts.trainer.ranks[0].parameters.remote()
+    for version in range(4):
+        await parts.publish(version)
+        groups = await parts.workers[0].run_groups.remote(list(enumerate(prompts("train")[:16])), parts.engines[0], 2, 1.0, 0, f"v{version}")
+        assert not any(g.dropped for g in groups), [g.errors for g in groups]
+        batch = collate([r for g in groups for r in g.rollouts], AGGREGATIONS["token-mean"], 1.0)
+        batch.old_logprobs = await parts.trainer.logprobs(batch)
+
+        async def gap(batch) -> torch.Tensor:
+            return (await parts.trainer.logprobs(batch) - batch.behaviour_logprobs).abs()[batch.response_mask]
+
+        now = await gap(batch)
+        seen["gap_mean"].append(now.mean().item())
+        seen["gap_max"].append(now.max().item())
+        seen["swapped_mean"].append((await gap(replace(batch, images=[row[::-1] for row in batch.images]))).mean().item())
+        batch.advantages = batch.spread(torch.tensor([1.0, -1.0]).repeat(16))
+        await parts.trainer.update(batch, "ppo")
+        seen["older_mean"].append((await gap(batch)).mean().item())
+    last = await parts.trainer.ranks[0].parameters.remote()
+    seen["tower_moved"] = min((last[name] - first[name]).abs().max().item() for name in first if ("vision" in name or "visual" in name) and first[name].dim() > 1)
+    seen["class"] = await parts.trainer.ranks[0].__ray_call__.remote(lambda self: str(type(self.model).__mro__[2]))
+    return seen
 
 
 def bare_rank(model: str, device: str, ref: bool = False, critic: bool = False, **flags):
@@ -622,10 +676,10 @@ def main(name: str, model: str, device: str, *more: str) -> None:
     quiet()
     if name == "make":
         return make_model(Path(model).name, Path(model), tiny=device == "cpu")
-    if name in ("publishes", "speculation", "replay"):
+    if name in ("publishes", "speculation", "replay", "images"):
         start_ray(None)
         try:
-            seen = asyncio.run(replay(model, device) if name == "replay" else publishes(model, device, SPECULATION if name == "speculation" else "{}"))
+            seen = asyncio.run({"replay": replay, "images": images}[name](model, device) if name in ("replay", "images") else publishes(model, device, SPECULATION if name == "speculation" else "{}"))
         finally:
             ray.shutdown()
     else:

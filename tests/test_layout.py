@@ -12,7 +12,7 @@ ARROWS = {                             # module -> what of ours it may import, a
     "estimators": {"agent"},
     "losses": set(),
     "weight_sync": set(),
-    "trainer": {"estimators", "losses", "weight_sync"},
+    "trainer": {"agent", "estimators", "losses", "weight_sync"},
     "train": ROOMS - {"train"},
 }
 

@@ -115,7 +115,7 @@ def error_of(*flags: str, cwd: Path = ROOT) -> str:
     (lambda: resolve(Config(model=str(TINY), device="cuda")), "no usable NVIDIA GPU"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(context_length=4096))), "1024 positions"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(engine_tp_size=2))), "--engine-tp-size 2"),
-    (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(routing_replay="on"))), "is no mixture of experts"),
+    (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(routing_replay="on"))), "is no mixture of experts that reads text only"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", trainer=TrainerConfig(trainers=2, cp_size=2))), "need GPUs"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", trainer=TrainerConfig(trainers=8, tp_size=8))), "4 attention heads, which that does not divide"),
     (lambda: resolve(Config(model=str(TINY), device="cuda", dry_run=True, trainer=TrainerConfig(trainers=2, ep_size=2))), "this model has 0"),
@@ -155,7 +155,7 @@ def test_routes_are_replayed_for_a_mixture_on_a_gpu_unless_told_otherwise(tmp_pa
 
     def plan(device, model=str(tmp_path), **flags):
         return resolve(Config(model=model, device=device, generator=GeneratorConfig(**flags)))
-    assert plan("cpu").experts and not plan("cpu").replay and "each for itself" in dict(plan("cpu").rows(Config()))["routing"]
+    assert plan("cpu").shape.num_experts == 4 and not plan("cpu").replay and "each for itself" in dict(plan("cpu").rows(Config()))["routing"]
     with pytest.raises(ValueError, match="CPU engine does not tell"):
         plan("cpu", routing_replay="on")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
