@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,10 +91,10 @@ def collate(rollouts: list[list[Trajectory]], aggregation: Callable, temperature
         raise ValueError(f"--minibatches {minibatches} asks for more optimizer steps than there are prompt groups ({len(groups)}); lower it.")
 
     lengths = torch.tensor([len(s) for s in rows])
+    there = torch.arange(int(lengths.max())) < lengths[:, None]                                # [B, T] no padding
     def pad(name: str, dtype, fill=0) -> Tensor:
-        out = torch.full((len(rows), int(lengths.max())), fill, dtype=dtype)
-        for i, segment in enumerate(rows):
-            out[i, : len(segment)] = torch.tensor(getattr(segment, name))
+        out = torch.full(there.shape, fill, dtype=dtype)
+        out[there] = torch.from_numpy(np.concatenate([getattr(s, name) for s in rows])).to(dtype)
         return out                                                                             # [B, T]
 
     response_mask = pad("response_mask", torch.bool)

@@ -100,19 +100,19 @@ def plan_microbatches(batch: Batch, rows: Tensor, ranks: int, budget: int) -> li
     A rollout's segments stay together (sequence ratios need them). Longest first, dealt to the ranks in turn, so ranks
     carry like loads and a micro-batch (rows times its longest row <= budget, tokens) has little padding.
     """
-    members = defaultdict(list)
+    members, owner, lengths = defaultdict(list), batch.rollout.tolist(), batch.lengths.tolist()
     for row in rows.tolist():
-        members[int(batch.rollout[row])].append(row)
-    lengths = batch.lengths.tolist()
+        members[owner[row]].append(row)
     rollouts = sorted(members.values(), key=lambda m: (-max(lengths[r] for r in m), m[0]))
     plan: list[list[list[int]]] = [[] for _ in range(ranks)]
+    longest = [0] * ranks                                              # row of each rank's open micro-batch: of its first rollout
     for i, member in enumerate(rollouts):
         lap, place = divmod(i, ranks)
-        mine = plan[place if lap % 2 == 0 else ranks - 1 - place]      # there and back: no rank always gets the longest
-        longest = max(lengths[r] for r in (mine[-1] if mine else []) + member)
-        if not mine or (len(mine[-1]) + len(member)) * longest > budget:
-            mine.append([])
-        mine[-1].extend(member)
+        rank = place if lap % 2 == 0 else ranks - 1 - place            # there and back: none always gets the longest
+        if not plan[rank] or (len(plan[rank][-1]) + len(member)) * longest[rank] > budget:
+            plan[rank].append([])
+            longest[rank] = max(lengths[r] for r in member)
+        plan[rank][-1].extend(member)
     most = max(len(mine) for mine in plan)
     return [mine + [[] for _ in range(most - len(mine))] for mine in plan]
 

@@ -14,7 +14,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import tyro
@@ -39,6 +38,7 @@ def serve(cfg: Bench, doors, results) -> None:
 
     from agent import Budget
     from chat_server import ChatServer
+    from generator import Completion
 
     tokenizer, slept = AutoTokenizer.from_pretrained(cfg.model), {}
 
@@ -48,7 +48,7 @@ def serve(cfg: Bench, doors, results) -> None:
             await asyncio.sleep(cfg.seconds * random.uniform(0.5, 1.5))
             ids = np.random.randint(32, 120, cfg.tokens)
             slept[session, turn] = time.perf_counter() - began
-            return SimpleNamespace(token_ids=ids, logprobs=np.zeros(cfg.tokens), policy_versions=np.zeros(cfg.tokens, int), finish_reason="length", stop_reason=None)
+            return Completion(ids, np.zeros(cfg.tokens), np.zeros(cfg.tokens, int), "length")
         return generate
 
     async def run() -> None:
