@@ -771,10 +771,11 @@ class Log:
         return row
 
     async def keep_best(self, row: dict, trainer: Trainer) -> None:
-        """Export to best/ when no earlier eval was better: the weights are those of the eval, for it ended before the next update."""
-        if row["eval/greedy"] > max((r["eval/greedy"] for r in self.rows if "eval/greedy" in r), default=-1.0):
-            await trainer.export((self.directory / "best").resolve())
-            (self.directory / "best" / "eval.json").write_text(json.dumps({k: v for k, v in row.items() if k.startswith("eval/")}, indent=1))
+        """Export to best/ when the eval is better than that of what lies there (a resumed run may have lost the row): the weights are those of the eval, for it ended before the next update."""
+        said = self.directory / "best" / "eval.json"
+        if row["eval/greedy"] > (json.loads(said.read_text())["eval/greedy"] if said.is_file() else -1.0):
+            await trainer.export(said.parent.resolve())
+            said.write_text(json.dumps({k: v for k, v in row.items() if k.startswith("eval/")}, indent=1))
 
     async def checkpoint(self, version: int, trainer: Trainer, pool: Pool, kl_scale: float) -> None:
         """checkpoints/<version>: trainer state and the pool's place; it counts as finished only under its final name."""

@@ -477,3 +477,19 @@ def test_a_run_on_two_ray_nodes_uses_both(tmp_path):
     two, one = (metrics(tmp_path / "runs" / name) for name in ("two", "one"))
     assert [row["version"] for row in two] == [row["version"] for row in one] == [0, 1, 2, 3]
     assert two[1]["reward"] == one[1]["reward"] and two[0]["eval/greedy"] == one[0]["eval/greedy"]
+
+
+def test_best_is_replaced_only_by_a_better_eval_also_of_a_run_that_lost_rows(tmp_path):
+    """Evals 0.5, 0.7, then, in a resumed run whose rows end before the second, 0.6 and 0.8: exports after the first, second and fourth."""
+    exported = []
+
+    class Exporter:
+        async def export(self, path):
+            path.mkdir(exist_ok=True)
+            exported.append(path)
+
+    for greedy, kept in ((0.5, 0.5), (0.7, 0.7), (0.6, 0.7), (0.8, 0.8)):
+        log = Log(Config(), tmp_path, 0)                   # no rows
+        asyncio.run(log.keep_best({"eval/greedy": greedy, "step": 1}, Exporter()))
+        assert json.loads((tmp_path / "best/eval.json").read_text()) == {"eval/greedy": kept}
+    assert len(exported) == 3
