@@ -201,7 +201,7 @@ def other_choice(batch, seed: int = 0):
 def mixing_rank(model, **flags):
     """A Rank of this process around `model`, not sharded, with its handles on."""
     rank = Bare(0, 1, "", TrainerConfig(warmup_steps=0, decay="constant", max_grad_norm=1e9, **flags), LossConfig(), "cpu", "float32", 10, 0)
-    rank.model, rank.replays, rank.ref, rank.critic = model, replay_handles(model), None, None
+    rank.model, rank.replays, rank.ref, rank.critic, rank.vision = model, replay_handles(model), None, None, None
     rank.policy = Learner(model, SimpleNamespace(device_mesh=None, moe_mesh=None), 1e-3, rank.cfg, 10)
     return rank
 
