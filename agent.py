@@ -265,8 +265,11 @@ def image_of_url(url: str) -> bytes:
 
 def image_of_part(part: dict) -> bytes:
     """The file of a message's part: OpenAI's {"type": "image_url", "image_url": {"url": ...}}, or {"type": "image", "image": a file's bytes or a PIL image}."""
+    held = part.get(part["type"])
+    if not (isinstance(held, dict) and isinstance(held.get("url"), str) if part["type"] == "image_url" else isinstance(held, bytes) or hasattr(held, "save")):
+        raise ValueError(f"An image of a message was given as {str(part)[:100]}. Want {{'type': 'image_url', 'image_url': {{'url': 'data:image/png;base64,...'}}}} or {{'type': 'image', 'image': bytes or a PIL image}}.")
     if part["type"] == "image_url":
-        return image_of_url(part["image_url"]["url"])
+        return image_of_url(held["url"])
     if not isinstance(part["image"], bytes):
         part["image"].save(file := io.BytesIO(), format="PNG")
     return checked_file(part["image"] if isinstance(part["image"], bytes) else file.getvalue())
@@ -286,6 +289,7 @@ class Vision:
 
         self.processor = AutoProcessor.from_pretrained(model)
         self.token, self.expansion = self.processor.image_token_id, functools.lru_cache(maxsize=256)(self.expansion)
+        self.processor.tokenizer.chat_template = self.processor.tokenizer.chat_template or self.processor.chat_template     # some models keep it with the processor only
         self.parts_only = reads_parts_only(self.processor.tokenizer)
 
     def message(self, message: dict) -> dict:
@@ -328,7 +332,7 @@ def load_vision(model: str) -> Vision | None:
 def take_images(observation: str | list[dict], vision: Vision | None) -> tuple[str | list[dict], list[bytes]]:
     """(the observation with {"type": "image"} in the place of each image, as templates want it; the images' files, in order)."""
     messages, files = [], []
-    for message in as_messages(observation) if vision or isinstance(observation, list) else []:
+    for message in as_messages(observation) if isinstance(observation, list) or vision and vision.parts_only else []:
         message = vision.message(message) if vision else message
         if isinstance(message.get("content"), list):
             parts = []

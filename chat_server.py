@@ -534,7 +534,7 @@ class Session:
         try:
             return self.server.vision.expand(ids, [self.files[name] for name in names]) if names else (ids, [])
         except ValueError as error:                        # an image of a shape that the model does not take
-            raise Refused(400, f"The model's processor refuses these images: {error}", "messages") from error
+            raise Refused(400, f"These images cannot be shown to the model: {error}", "messages") from error
 
     async def answer(self, chat: Chat) -> Answer:
         """The answer to a request. Raises Refused: too many at once, the template's refusal, a failed generation, a closed session."""

@@ -104,12 +104,14 @@ class GeneratorConfig:
     @property
     def quantised_cache(self) -> bool:
         """The KV cache holds fewer bits than the model's dtype."""
-        return self.engine_arguments.get("kv_cache_dtype", "auto") not in ("auto", "bfloat16", "float16", "float32")
+        return self.engine_arguments.get("kv_cache_dtype", "auto") not in (None, "auto", "bfloat16", "float16", "float32")
 
     @property
     def drafts(self) -> dict:
         """How the engine speculates, as vLLM's SpeculativeConfig; empty = not at all."""
         given = self.engine_arguments
+        if not isinstance(given.get("speculative_config") or {}, dict):
+            raise ValueError(f"--engine-args: speculative_config {given['speculative_config']!r}: want an object such as {{\"method\": \"ngram\", \"num_speculative_tokens\": 3}}.")
         return (given.get("speculative_config") or {}) | {field: given[flag] for flag, field in (("spec_method", "method"), ("spec_model", "model"), ("spec_tokens", "num_speculative_tokens")) if flag in given}
 
     def gpu_share(self, shared: bool) -> float:
@@ -130,6 +132,8 @@ FIXED_ENGINE_ARGS = {                  # fields of AsyncEngineArgs that --engine
     "logits_processors": "they change what is sampled, and the trainer does not know them", "enable_chunked_prefill": "a seeded request whose prefill is cut into chunks kills a CPU engine",
     "stream_interval": "tokens held back over a publish would carry the label of the next version", "pipeline_parallel_size": "a transfer group has --engine-tp-size workers of each engine",
     "data_parallel_size": "a transfer group has --engine-tp-size workers of each engine; use --engines", "nnodes": "an engine runs on one node",
+    "mm_processor_kwargs": "engine and trainer must see the same pixels", "mm_device_do_normalize": "its buffers are overwritten by dummy weights, and no publish mends them",
+    "mm_processor_cache_gb": "a pause would empty its two ends one after the other", "prefill_context_parallel_size": "a transfer group has --engine-tp-size workers of each engine",
     "distributed_executor_backend": "the transfer group counts on vLLM's own processes",
 }
 DRAFTS = ("ngram", "ngram_gpu", "suffix")   # speculation from the text itself: no weights that a publish would leave behind

@@ -208,7 +208,11 @@ def resolve(cfg: Config) -> Plan:
     if gen.context_length > limit:
         raise ValueError(f"--context-length {gen.context_length} is more than the {limit} positions of {cfg.model}; lower it.")
     shape = Shape.of(config)
-    check_sizes(train, shape, config, device)
+    check_sizes("--model", train, shape, config, device)
+    if cfg.reference:
+        check_sizes("--ref", train, Shape.of(ref_config), ref_config, device)      # it is split like the policy
+    if vision and gen.drafts:
+        raise ValueError(f"--engine-args: speculation with {cfg.model}, which reads images: vLLM takes no logit_bias beside drafts, and the id that marks an image must never be sampled. Leave it out.")
     if gen.routing_replay == "on" and (not shape.num_experts or vision):
         raise ValueError(f"--routing-replay on: {cfg.model} is no mixture of experts that reads text only, so no routes are told for it. Leave it out.")
     if gen.routing_replay == "on" and device == "cpu":
@@ -221,33 +225,37 @@ def resolve(cfg: Config) -> Plan:
         del rank_gb["CUDA"]
     if shared and cfg.ray_address is None:               # the GPU of a cluster may be another machine's
         check_shared_memory(*gpu_memory(), gen.gpu_share(True), sum(rank_gb.values()), shape.parameters)
-    text = config.get_text_config().to_dict()
-    head = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    latent = text.get("kv_lora_rank")                    # latent attention: one vector a token, whole on each GPU
-    numbers = latent + text["qk_rope_head_dim"] if latent else 2 * max(1, text["num_key_value_heads"] // gen.engine_tp_size) * head
-    cache_gb = gen.context_length * text["num_hidden_layers"] * numbers * (1 if gen.quantised_cache else 2 if dtype == "bfloat16" else 4) / 2**30
+    text = config.get_text_config()
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    latent = getattr(text, "kv_lora_rank", None)         # latent attention: one vector a token, whole on each GPU
+    numbers = latent + text.qk_rope_head_dim if latent else 2 * max(1, key_value_heads(text) // gen.engine_tp_size) * head
+    cache_gb = gen.context_length * text.num_hidden_layers * numbers * (1 if gen.quantised_cache else 2 if dtype == "bfloat16" else 4) / 2**30
     return Plan(model, ref, critic, device, dtype, transfer, nodes if device == "cuda" else (0,) * len(nodes), cores, shape, bool(config.tie_word_embeddings),
                 bool(shape.num_experts) and not vision and device == "cuda" and gen.routing_replay != "off", rank_gb, cache_gb, missing)
+
+
+def key_value_heads(text) -> int:
+    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads        # older models have as many
 
 
 GPUS_PER_NODE = 8                      # of the nodes that --dry-run assumes
 
 
-def check_sizes(cfg: TrainerConfig, shape: Shape, config, device: str) -> None:
-    """Raises ValueError when the model cannot be split in the trainer's sizes, or not on this device."""
+def check_sizes(flag: str, cfg: TrainerConfig, shape: Shape, config, device: str) -> None:
+    """Raises ValueError when the model of `flag` cannot be split in the trainer's sizes, or not on this device."""
     text = config.get_text_config()
     if hasattr(config, "vision_config") and cfg.same_rows * cfg.ep_size > 1:
         raise ValueError(f"--tp-size {cfg.tp_size}, --cp-size {cfg.cp_size}, --ep-size {cfg.ep_size}: a model that reads images is split by plain data parallelism only. Leave them out.")
     if device == "cpu" and (cfg.cp_size > 1 or cfg.ep_size > 1):
         raise ValueError(f"--cp-size {cfg.cp_size}, --ep-size {cfg.ep_size}: torch's ring attention and AutoModel's mixtures need GPUs. On a CPU use --tp-size, --dp-replicate-size or plain --trainers.")
     if cfg.ep_size > 1 and (not shape.num_experts or shape.num_experts % cfg.ep_size):
-        raise ValueError(f"--ep-size {cfg.ep_size} shares out the experts of a layer, and this model has {shape.num_experts}. Use a size that divides them, or --ep-size 1.")
+        raise ValueError(f"--ep-size {cfg.ep_size} shares out the experts of a layer, and that of {flag} has {shape.num_experts}. Use a size that divides them, or --ep-size 1.")
     if cfg.same_rows > 1 and shape.num_experts:
         raise ValueError(f"--tp-size {cfg.tp_size}, --cp-size {cfg.cp_size}: a mixture of experts is split with --ep-size; AutoModel's need Transformer Engine for context parallelism, "
                          "and have no tensor-parallel plan for attention.")
-    for name, count in (("attention heads", text.num_attention_heads), ("key-value heads", text.num_key_value_heads), ("words in its vocabulary", text.vocab_size)):
+    for name, count in (("attention heads", text.num_attention_heads), ("key-value heads", key_value_heads(text)), ("words in its vocabulary", text.vocab_size)):
         if count % cfg.tp_size:
-            raise ValueError(f"--tp-size {cfg.tp_size}: the model has {count} {name}, which that does not divide. Use a size that does, or --tp-size 1.")
+            raise ValueError(f"--tp-size {cfg.tp_size}: the model of {flag} has {count} {name}, which that does not divide. Use a size that does, or --tp-size 1.")
 
 
 def gpu_memory() -> tuple[float, float]:

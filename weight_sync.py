@@ -42,8 +42,11 @@ class PolicySource(WeightSource):
         """(Hugging Face name, tensor in its wire dtype) of everything that is sent; materialize makes a parameter a whole tensor of a dtype.
 
         Large tensors travel in the engine's dtype; small ones (norms, biases, routers) exact: the engine may hold them in float32.
+        So do buffers that a checkpoint holds: a router's correction, which the engine has as a parameter.
         """
-        for name, parameter in self.model.named_parameters():
+        held = self.model.state_dict().keys()
+        buffers = [(name, buffer) for name, buffer in self.model.named_buffers() if name in held and buffer.is_floating_point()]
+        for name, parameter in [*self.model.named_parameters(), *buffers]:
             tensor = materialize(parameter.detach(), torch.float32 if parameter.numel() < SMALL else self.dtype)
             yield from ((name, t.contiguous()) for name, t in to_hf(self.model, name, tensor))
             if self.tied_head and parameter is self.model.get_input_embeddings().weight:

@@ -118,7 +118,7 @@ def error_of(*flags: str, cwd: Path = ROOT) -> str:
     (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(routing_replay="on"))), "is no mixture of experts that reads text only"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", trainer=TrainerConfig(trainers=2, cp_size=2))), "need GPUs"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", trainer=TrainerConfig(trainers=8, tp_size=8))), "4 attention heads, which that does not divide"),
-    (lambda: resolve(Config(model=str(TINY), device="cuda", dry_run=True, trainer=TrainerConfig(trainers=2, ep_size=2))), "this model has 0"),
+    (lambda: resolve(Config(model=str(TINY), device="cuda", dry_run=True, trainer=TrainerConfig(trainers=2, ep_size=2))), "that of --model has 0"),
     (lambda: resolve(Config(model=str(TINY), device="cuda", dry_run=True, generator=GeneratorConfig(engine_tp_size=16))), "need 17 GPUs"),
     (lambda: resolve(Config(model=str(TINY), device="cpu", generator=GeneratorConfig(engine_args='{"spec_method": "ngram", "spec_tokens": 3}'))), "not the policy's"),
     (lambda: Config(generator=GeneratorConfig(engine_args='{"kv_cache_dtype": "fp8"}'), losses=LossConfig(mismatch_level="off")), "--mismatch-level off leaves"),
