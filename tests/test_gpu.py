@@ -108,13 +108,15 @@ def test_every_token_has_the_logprob_of_the_version_it_carries_over_20_publishes
 
 
 @pytest.mark.gpu
-def test_speculation_and_prefix_caching_stay_inside_the_band_over_20_publishes_in_flight(rehearse, report, check):
-    """The same with drafts from the text (n-gram, 3 tokens): some outputs are accepted drafts, of several tokens at once; every token has the version and logprob of its weights."""
+def test_speculation_and_prefix_caching_leave_labels_and_logprobs_as_they_are_over_20_publishes_in_flight(rehearse, report, check):
+    """The same on a trained model, with drafts from the text (n-gram, 3 tokens) and without: its logits are larger than a random model's and so is the band, but no larger
+    with drafts; older tokens of the same answers are further off. Accepted drafts come several tokens at once (so do steps whose outputs were not fetched one by one)."""
     if rehearse:
         pytest.skip("refused on a CPU: vLLM's sampler of drafts is wrong there")
-    seen = report("speculation", check(1, 400, "speculation", "tiny"))
-    assert len(seen["gap_mean"]) == 21 and seen["straddling"] >= 20 and seen["several_at_once"] >= 100
-    assert max(seen["gap_mean"]) <= MEAN and max(seen["gap_max"]) <= MOST
+    plain, seen = (report(f"{name}/tiny", check(1, 400, name, "tiny")) for name in ("publishes", "speculation"))
+    assert len(seen["gap_mean"]) == 21 and seen["straddling"] >= 20 and seen["several_at_once"] > 2 * plain["several_at_once"]
+    assert np.median(seen["gap_mean"]) <= 1.5 * np.median(plain["gap_mean"]) and max(seen["gap_mean"]) <= 2 * MEAN
+    assert np.median(seen["older_mean"]) > 3 * np.median(seen["gap_mean"])
 
 
 @pytest.mark.gpu
@@ -132,9 +134,10 @@ def test_every_size_has_one_ranks_logprobs_gradient_norm_and_weights(rehearse, r
 
 
 @pytest.mark.gpu
-def test_what_offload_and_recomputation_save_and_cost(rehearse, report, check):
-    """One rank, each flag by itself, the same update: logprobs and gradient norm stay, memory falls; the peak is below what rank_memory foretells."""
-    seen = report("memory", check(1, 500, "memory", "tied"))
+@pytest.mark.parametrize("kind", ["tied", "experts"])
+def test_what_offload_and_recomputation_save_and_cost(rehearse, report, check, kind):
+    """One rank, each flag by itself, the same update: gradient norm stays, memory falls; the peak is below what rank_memory foretells."""
+    seen = report(f"memory/{kind}", check(1, 500, "memory", kind))
     plain = seen["plain"]
     for name in ("activation_checkpointing", "offload_optimizer"):
         assert seen[name]["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.01)
@@ -266,7 +269,7 @@ SPECULATION = '{"speculative_config": {"method": "ngram", "num_speculative_token
 
 
 def count_several(engine) -> None:
-    """From here on `engine.several` counts the outputs that bring more than one token: accepted drafts, for a step samples one."""
+    """From here on `engine.several` counts the outputs that bring more than one token: accepted drafts, and steps that this loop was too late to fetch one by one."""
     generate, engine.several = engine.llm.generate, 0
 
     async def counting(*args, **kwargs):
@@ -455,6 +458,7 @@ def recompute(model: str, device: str) -> dict:
 
     from trainer import forward, load_model, replay_handles, replaying
 
+    torch.backends.cuda.enable_cudnn_sdp(False)            # as AutoModel does for good when it recomputes: another kernel of attention rounds otherwise, by 0.8 % of the gradient
     config, rank = AutoConfig.from_pretrained(model), bare_rank(model, device)
     batch, draw = random_batch(16, config.vocab_size, seed=3), np.random.default_rng(0)
     batch.routed_experts = [np.stack([draw.permutation(config.num_experts)[: config.num_experts_per_tok] for _ in range((n - 1) * config.num_hidden_layers)]
@@ -473,7 +477,7 @@ def recompute(model: str, device: str) -> dict:
     handles = replay_handles(rank.model) if device == "cuda" else {}                 # on a CPU it is transformers' class, which has no gates to replay
     once, live = gradient(rank.model, handles), gradient(rank.model, {})
     again = gradient(rank.model, handles)
-    checkpointed = load_model(model, torch.bfloat16, rank.device, activation_checkpointing=True)
+    checkpointed, _ = load_model(model, torch.bfloat16, rank.device, replace(rank.cfg, activation_checkpointing=True))
     recomputed = gradient(checkpointed, replay_handles(checkpointed) if device == "cuda" else {})
     return {"twice": apart(again, once), "recomputed": apart(recomputed, once), "live": apart(live, once)}
 
@@ -585,14 +589,14 @@ def memory(model: str, device: str) -> dict:
     import torch.distributed as dist
     from transformers import AutoConfig
 
-    from trainer import Shape, rank_memory
+    from trainer import Shape, plan_microbatches, rank_memory
 
     config, seen = AutoConfig.from_pretrained(model), {}
     tokens = 8192 if device == "cuda" else 500
     for name, flags in {"plain": {}, "activation_checkpointing": {"activation_checkpointing": True}, "offload_optimizer": {"offload_optimizer": True}}.items():
         rank = bare_rank(model, device, learning_rate=1e-5, tokens_per_microbatch=tokens, **flags)
-        batch = random_batch(128 if device == "cuda" else 8, config.vocab_size, seed=2)
-        everything = [list(range(len(batch.lengths)))]
+        batch = random_batch(109 if device == "cuda" else 6, config.vocab_size, seed=2)      # rows of 75: one micro-batch, as large as it may be
+        everything, = plan_microbatches(batch, torch.arange(len(batch.lengths)), 1, tokens)
         batch.old_logprobs, = rank.per_token(batch, everything, "logprobs")
         batch.behaviour_logprobs = batch.old_logprobs
         for _ in range(3):
