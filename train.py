@@ -38,7 +38,7 @@ from agent import Env, load_agent
 from estimators import ESTIMATORS, Batch, EstimatorConfig, collate, shape_rewards, value_targets
 from generator import AgentWorker, Engine, EngineGone, GeneratorConfig, Group, Pool, PromptStream, read_prompts
 from losses import AGGREGATIONS, IGNORED, LossConfig, adapt_kl_scale
-from trainer import Shape, Trainer, TrainerConfig, rank_memory
+from trainer import Shape, Trainer, TrainerConfig, key_value_heads, rank_memory
 
 ROOT = Path(__file__).resolve().parent
 console = Console(stderr=False, highlight=False)
@@ -198,7 +198,7 @@ def resolve(cfg: Config) -> Plan:
         raise ValueError(f"--tool-parser and --reasoning-parser read a ChatAgent's answers; {gen.agent} is an Env, which gets the text as it is. Leave them out.")
     model, config = read_model("--model", cfg.model)
     ref, ref_config = read_model("--ref", train.ref or cfg.model)
-    critic, _ = read_model("--critic", train.critic or cfg.model)
+    critic, critic_config = read_model("--critic", train.critic or cfg.model)
     if (theirs := ref_config.get_text_config().vocab_size) != (ours := config.get_text_config().vocab_size):
         raise ValueError(f"--ref {train.ref} has a vocabulary of {theirs} tokens, --model {cfg.model} one of {ours}: "
                          "logprobs of the same ids can only be compared under one tokenizer. Choose models of one family.")
@@ -209,8 +209,9 @@ def resolve(cfg: Config) -> Plan:
         raise ValueError(f"--context-length {gen.context_length} is more than the {limit} positions of {cfg.model}; lower it.")
     shape = Shape.of(config)
     check_sizes("--model", train, shape, config, device)
+    ref_shape = Shape.of(ref_config)
     if cfg.reference:
-        check_sizes("--ref", train, Shape.of(ref_config), ref_config, device)      # it is split like the policy
+        check_sizes("--ref", train, ref_shape, ref_config, device)                 # it is split like the policy
     if vision and gen.drafts:
         raise ValueError(f"--engine-args: speculation with {cfg.model}, which reads images: vLLM takes no logit_bias beside drafts, and the id that marks an image must never be sampled. Leave it out.")
     if gen.routing_replay == "on" and (not shape.num_experts or vision):
@@ -220,7 +221,7 @@ def resolve(cfg: Config) -> Plan:
     dtype = ("bfloat16" if device == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
     transfer = "gloo" if device == "cpu" else "ipc" if shared else "nccl"
     cores = len(os.sched_getaffinity(0))
-    rank_gb = rank_memory(shape, config, train, cfg.reference, ESTIMATORS[cfg.estimator].critic)
+    rank_gb = rank_memory(shape, config, train, ref_shape.parameters * cfg.reference, Shape.of(critic_config).parameters * ESTIMATORS[cfg.estimator].critic)
     if device == "cpu":
         del rank_gb["CUDA"]
     if shared and cfg.ray_address is None:               # the GPU of a cluster may be another machine's
@@ -232,10 +233,6 @@ def resolve(cfg: Config) -> Plan:
     cache_gb = gen.context_length * text.num_hidden_layers * numbers * (1 if gen.quantised_cache else 2 if dtype == "bfloat16" else 4) / 2**30
     return Plan(model, ref, critic, device, dtype, transfer, nodes if device == "cuda" else (0,) * len(nodes), cores, shape, bool(config.tie_word_embeddings),
                 bool(shape.num_experts) and not vision and device == "cuda" and gen.routing_replay != "off", rank_gb, cache_gb, missing)
-
-
-def key_value_heads(text) -> int:
-    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads        # older models have as many
 
 
 GPUS_PER_NODE = 8                      # of the nodes that --dry-run assumes

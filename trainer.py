@@ -426,23 +426,42 @@ class Shape:
             sum(p.numel() for p in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}), max((len(p) for stack in experts for p in stack), default=0))
 
 
-def rank_memory(shape: Shape, config, cfg: TrainerConfig, ref: bool, critic: bool) -> dict[str, float]:
-    """GB that a trainer rank needs at most, by what for: a check before anything is loaded.
+def rank_memory(shape: Shape, config, cfg: TrainerConfig, ref: int, critic: int) -> dict[str, float]:
+    """GB that a trainer rank needs at most, by what for: a check before anything is loaded. `ref`, `critic`: parameters of these models, 0 = none.
 
     States: 16 bytes a parameter (float32 master, gradient, two moments; a reference: 4), shared by the ranks of one copy,
-    not on the GPU under offload. Work: 14 a logit of a micro-batch (float32 and its gradients, bfloat16), 10 + 24 / tp a
-    token, layer and hidden unit of activations (arXiv:2205.05198, eq. 3, without the attention scores, which are never
-    kept; 2 when recomputed), both over one context-parallel rank's columns, and what FSDP2 gathers: embedding, head and
-    two layers with this rank's experts in bfloat16, one in float32 gradients. A publish, when that is over, gathers a
-    layer's experts whole, twice in bfloat16. 3 GB for CUDA and the transfer's buffer.
+    not on the GPU under offload. Work: 14 a logit of a micro-batch (float32 and its gradients, bfloat16), `kept_bytes` a
+    token and layer of activations (2 a hidden unit when recomputed), both over one context-parallel rank's columns, and
+    what FSDP2 gathers: embedding, head and two layers with this rank's experts in bfloat16, one in float32 gradients. A
+    publish, when that is over, gathers a layer's experts whole, twice in bfloat16. 3 GB for CUDA and the transfer's buffer. A vision tower's activations are not counted.
     """
-    text, tokens, copies = config.get_text_config(), cfg.tokens_per_microbatch / cfg.cp_size, cfg.trainers // cfg.dp_replicate_size
-    states = 0 if cfg.offload_optimizer else shape.parameters * (16 + 4 * ref + 16 * critic) / copies
-    activations = tokens * text.num_hidden_layers * text.hidden_size * (2 if cfg.activation_checkpointing else 10 + 24 / cfg.tp_size)
+    text, tokens, sharers = config.get_text_config(), cfg.tokens_per_microbatch / cfg.cp_size, cfg.trainers // cfg.dp_replicate_size
+    states = 0 if cfg.offload_optimizer else (16 * shape.parameters + 4 * ref + 16 * critic) / sharers
+    activations = tokens * text.num_hidden_layers * (2 * text.hidden_size if cfg.activation_checkpointing else kept_bytes(text, shape, cfg.tp_size))
     layer = shape.layer / cfg.tp_size + shape.layer_experts / cfg.ep_size
-    gathered = 6 * shape.tables / cfg.tp_size + 8 * layer if copies > 1 or cfg.offload_optimizer else 0
+    gathered = 6 * shape.tables / cfg.tp_size + 8 * layer if sharers > 1 or cfg.offload_optimizer else 0
     work = max(activations + 14 * tokens * text.vocab_size / cfg.tp_size + gathered, 4 * shape.layer_experts)
     return {"states": states / 2**30, "work": work / 2**30, "CUDA": 3.0}
+
+
+def kept_bytes(text, shape: Shape, tp: int) -> float:
+    """Bytes of bfloat16 activations that a layer keeps of each token until its backward, under tensor parallelism on each of `tp` ranks.
+
+    16 a hidden unit for the residual stream and its norms, 10 a unit of the queries and of the keys for projection, norm,
+    rotation and attention (scores are never kept), 8 a unit of a gated MLP; a mixture's token keeps that of its experts and
+    of a shared one, and 4 a hidden unit in each expert. Counted on Qwen3 and its mixture by a test.
+    """
+    hidden, heads = text.hidden_size, text.num_attention_heads
+    head = text.qk_nope_head_dim + text.qk_rope_head_dim if getattr(text, "kv_lora_rank", None) else getattr(text, "head_dim", None) or hidden // heads
+    attention = 10 * head * (heads + key_value_heads(text)) / tp
+    if shape.num_experts:
+        taken, width = text.num_experts_per_tok, shape.layer_experts / shape.num_experts / (3 * hidden)
+        return 16 * hidden + attention + 8 * (taken + 1) * width + 4 * taken * hidden
+    return 16 * hidden + attention + 8 * (getattr(text, "intermediate_size", None) or 4 * hidden) / tp
+
+
+def key_value_heads(text) -> int:
+    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads        # older models have as many
 
 
 def learning_rate(cfg: TrainerConfig, total: int, step: int) -> float:

@@ -109,13 +109,15 @@ def test_every_token_has_the_logprob_of_the_version_it_carries_over_20_publishes
 
 
 @pytest.mark.gpu
-def test_speculation_and_prefix_caching_stay_inside_the_band_over_20_publishes_in_flight(rehearse, report, check):
-    """The same with drafts from the text (n-gram, 3 tokens): some outputs are accepted drafts, of several tokens at once; every token has the version and logprob of its weights."""
+def test_speculation_and_prefix_caching_leave_labels_and_logprobs_as_they_are_over_20_publishes_in_flight(rehearse, report, check):
+    """The same on a trained model, with drafts from the text (n-gram, 3 tokens) and without: its logits are larger than a random model's and so is the band, but no larger
+    with drafts; older tokens of the same answers are further off. Accepted drafts come several tokens at once (so do steps whose outputs were not fetched one by one)."""
     if rehearse:
         pytest.skip("refused on a CPU: vLLM's sampler of drafts is wrong there")
-    seen = report("speculation", check(1, 400, "speculation", "tiny"))
-    assert len(seen["gap_mean"]) == 21 and seen["straddling"] >= 20 and seen["several_at_once"] >= 100
-    assert max(seen["gap_mean"]) <= MEAN and max(seen["gap_max"]) <= MOST
+    plain, seen = (report(f"{name}/tiny", check(1, 400, name, "tiny")) for name in ("publishes", "speculation"))
+    assert len(seen["gap_mean"]) == 21 and seen["straddling"] >= 20 and seen["several_at_once"] > 2 * plain["several_at_once"]
+    assert np.median(seen["gap_mean"]) <= 1.5 * np.median(plain["gap_mean"]) and max(seen["gap_mean"]) <= 2 * MEAN
+    assert np.median(seen["older_mean"]) > 3 * np.median(seen["gap_mean"])
 
 
 @pytest.mark.gpu
@@ -133,9 +135,10 @@ def test_every_size_has_one_ranks_logprobs_gradient_norm_and_weights(rehearse, r
 
 
 @pytest.mark.gpu
-def test_what_offload_and_recomputation_save_and_cost(rehearse, report, check):
-    """One rank, each flag by itself, the same update: logprobs and gradient norm stay, memory falls; the peak is below what rank_memory foretells."""
-    seen = report("memory", check(1, 500, "memory", "tied"))
+@pytest.mark.parametrize("kind", ["tied", "experts"])
+def test_what_offload_and_recomputation_save_and_cost(rehearse, report, check, kind):
+    """One rank, each flag by itself, the same update: gradient norm stays, memory falls; the peak is below what rank_memory foretells."""
+    seen = report(f"memory/{kind}", check(1, 500, "memory", kind))
     plain = seen["plain"]
     for name in ("activation_checkpointing", "offload_optimizer"):
         assert seen[name]["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.01)
@@ -147,11 +150,11 @@ def test_what_offload_and_recomputation_save_and_cost(rehearse, report, check):
 @pytest.mark.gpu
 @pytest.mark.parametrize("gpus", [2, 1])
 def test_the_trainer_sees_the_images_that_the_engine_saw_over_3_publishes(rehearse, report, check, gpus):
-    """Two turns with an image each: gaps in the band at each version, further off with each other's images; the tower moves."""
+    """Two turns with an image each: gaps in the band at each version, further off with each other's images (while the model is the one made: updates drown what images say); the tower moves."""
     seen = report(f"images/{gpus}", check(gpus, 300, "images", "vision"))
     mean, most = (EXACT, EXACT) if rehearse else (MEAN, MOST)
     assert len(seen["gap_mean"]) == 4 and max(seen["gap_mean"]) <= mean and max(seen["gap_max"]) <= most
-    assert min(seen["swapped_mean"]) > 1.5 * max(seen["gap_mean"]) and min(seen["older_mean"]) > 3 * max(seen["gap_mean"]) and seen["tower_moved"] > 0
+    assert seen["swapped_mean"][0] > 1.5 * seen["gap_mean"][0] and min(seen["older_mean"]) > 3 * max(seen["gap_mean"]) and seen["tower_moved"] > 0
 
 
 @pytest.mark.gpu
@@ -282,7 +285,7 @@ SPECULATION = '{"speculative_config": {"method": "ngram", "num_speculative_token
 
 
 def count_several(engine) -> None:
-    """From here on `engine.several` counts the outputs that bring more than one token: accepted drafts, for a step samples one."""
+    """From here on `engine.several` counts the outputs that bring more than one token: accepted drafts, and steps that this loop was too late to fetch one by one."""
     generate, engine.several = engine.llm.generate, 0
 
     async def counting(*args, **kwargs):
@@ -509,6 +512,7 @@ def recompute(model: str, device: str) -> dict:
 
     from trainer import forward, load_model, replay_handles, replaying
 
+    torch.backends.cuda.enable_cudnn_sdp(False)            # as AutoModel does for good when it recomputes: another kernel of attention rounds otherwise, by 0.8 % of the gradient
     config, rank = AutoConfig.from_pretrained(model), bare_rank(model, device)
     batch, draw = random_batch(16, config.vocab_size, seed=3), np.random.default_rng(0)
     batch.routed_experts = [np.stack([draw.permutation(config.num_experts)[: config.num_experts_per_tok] for _ in range((n - 1) * config.num_hidden_layers)]
@@ -527,7 +531,7 @@ def recompute(model: str, device: str) -> dict:
     handles = replay_handles(rank.model) if device == "cuda" else {}                 # on a CPU it is transformers' class, which has no gates to replay
     once, live = gradient(rank.model, handles), gradient(rank.model, {})
     again = gradient(rank.model, handles)
-    checkpointed = load_model(model, torch.bfloat16, rank.device, activation_checkpointing=True)
+    checkpointed, _ = load_model(model, torch.bfloat16, rank.device, replace(rank.cfg, activation_checkpointing=True))
     recomputed = gradient(checkpointed, replay_handles(checkpointed) if device == "cuda" else {})
     return {"twice": apart(again, once), "recomputed": apart(recomputed, once), "live": apart(live, once)}
 
@@ -551,9 +555,9 @@ def critic(model: str, device: str) -> dict:
         errors.append(metrics["value_error"][0] / metrics["value_error"][1])
     rank.update(batch, [everything], "ppo")
     shape = list(rank.critic.model(input_ids=batch.token_ids[:1].long().to(rank.device), use_cache=False).logits.shape)
-    memory = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    memory, parameters = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0, Shape.of(config).parameters
     return {"error": errors, "ref_gap": (policy - reference).abs().max().item(), "value_shape": shape, "memory_gb": memory,
-            "rank_gb": sum(rank_memory(Shape.of(config), config, rank.cfg, True, True).values())}
+            "rank_gb": sum(rank_memory(Shape.of(config), config, rank.cfg, parameters, parameters).values())}
 
 
 SIZES = {"one": {}, "tp": dict(trainers=2, tp_size=2), "cp": dict(trainers=2, cp_size=2), "ep": dict(trainers=2, ep_size=2)}
@@ -639,14 +643,14 @@ def memory(model: str, device: str) -> dict:
     import torch.distributed as dist
     from transformers import AutoConfig
 
-    from trainer import Shape, rank_memory
+    from trainer import Shape, plan_microbatches, rank_memory
 
     config, seen = AutoConfig.from_pretrained(model), {}
     tokens = 8192 if device == "cuda" else 500
     for name, flags in {"plain": {}, "activation_checkpointing": {"activation_checkpointing": True}, "offload_optimizer": {"offload_optimizer": True}}.items():
         rank = bare_rank(model, device, learning_rate=1e-5, tokens_per_microbatch=tokens, **flags)
-        batch = random_batch(128 if device == "cuda" else 8, config.vocab_size, seed=2)
-        everything = [list(range(len(batch.lengths)))]
+        batch = random_batch(109 if device == "cuda" else 6, config.vocab_size, seed=2)      # rows of 75: one micro-batch, as large as it may be
+        everything, = plan_microbatches(batch, torch.arange(len(batch.lengths)), 1, tokens)
         batch.old_logprobs, = rank.per_token(batch, everything, "logprobs")
         batch.behaviour_logprobs = batch.old_logprobs
         for _ in range(3):
@@ -658,7 +662,7 @@ def memory(model: str, device: str) -> dict:
             seconds = time.monotonic() - began
             seen[name] = seen.get(name) or {"grad_norm": metrics["grad_norm"][0] / metrics["grad_norm"][1]}
         gb = (torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30) if device == "cuda" else (0.0, 0.0)
-        seen[name] |= {"update_seconds": seconds, "held_gb": gb[0], "peak_gb": gb[1], "rank_gb": sum(rank_memory(Shape.of(config), config, rank.cfg, False, False).values())}
+        seen[name] |= {"update_seconds": seconds, "held_gb": gb[0], "peak_gb": gb[1], "rank_gb": sum(rank_memory(Shape.of(config), config, rank.cfg, 0, 0).values())}
         del rank
         dist.destroy_process_group()
         gc.collect()
