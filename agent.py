@@ -2,7 +2,8 @@
 
 It knows no HTTP, vLLM, torch or Ray, and no groups: `run_episode` is given a `generate` callable and a tokenizer.
 Token identity is kept here: an episode is one growing list of ids. The ids the engine sampled are appended as they
-came, and only *new* text (the prompt, an observation) is ever tokenised; history is never rendered again.
+came, and only *new* text (the prompt, an observation) is ever tokenised; history is never rendered again. What ids stand
+for an image is the model's own processor's word (`Vision`).
 
 Letters: T tokens of one segment. A *segment* is one unbroken id sequence; a rollout of an Env is one segment, one of a ChatAgent may be several.
 Sources: the Env interface follows Gymnasium (https://gymnasium.farama.org); token-in/token-out is arXiv:2607.21653, section 3.

@@ -4,7 +4,7 @@ It knows no rewards, groups or engines: it is given a `generate` callable like `
 into one `Chat` and one `Answer` back into the SDK's own types; a session turns Chats into ids and knows no wire.
 
 A request *extends* a segment at a mark, which stands behind each sampled answer: the tools are the mark's, the messages
-start with the mark's, each equal in what a wire can carry back (role, text, call ids, names and parsed arguments), and the
+start with the mark's, each equal in what a wire can carry back (role, text, images, call ids, names and parsed arguments), and the
 template's render of the longer list starts with what the engine saw and sampled up to there, or with that of the shorter
 (some templates write a call, or the last answer, in another way). Its prompt is then the ids the engine saw up
 to the mark, the closing markup, and the new text; history is not tokenised again. Anything else is rendered whole: a new segment.

@@ -189,7 +189,7 @@ def vocabulary_parallel(logits: DTensor, targets: Tensor, entropy: bool) -> tupl
     weight = (local - most[..., None]).exp()                                       # [b, t, V / tp]  p times `weights`
     weights = total(weight.sum(-1))                                                # [b, t]
     log_sum = weights.log() + most                                                 # [b, t]
-    share = -(-logits.shape[-1] // mesh.size())                                    # as DTensor cuts V: all of `share`, the last ones less
+    share = logits.shape[-1] // mesh.size()                                        # tensor-parallel sizes that do not divide V are refused
     place = targets - mesh.get_local_rank() * share                                # [b, t] of the target in this rank's part
     mine = (place >= 0) & (place < local.shape[-1])
     at_target = local.gather(-1, place.clamp(0, local.shape[-1] - 1)[..., None])[..., 0]
