@@ -38,7 +38,7 @@ from agent import Env, load_agent
 from estimators import ESTIMATORS, Batch, EstimatorConfig, collate, shape_rewards, value_targets
 from generator import AgentWorker, Engine, EngineGone, GeneratorConfig, Group, Pool, PromptStream, read_prompts
 from losses import AGGREGATIONS, IGNORED, LossConfig, adapt_kl_scale
-from trainer import Shape, Trainer, TrainerConfig, key_value_heads, rank_memory
+from trainer import Shape, Trainer, TrainerConfig, head_width, key_value_heads, latent_width, rank_memory
 
 ROOT = Path(__file__).resolve().parent
 console = Console(stderr=False, highlight=False)
@@ -227,9 +227,8 @@ def resolve(cfg: Config) -> Plan:
     if shared and cfg.ray_address is None:               # the GPU of a cluster may be another machine's
         check_shared_memory(*gpu_memory(), gen.gpu_share(True), sum(rank_gb.values()), shape.parameters)
     text = config.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    latent = getattr(text, "kv_lora_rank", None)         # latent attention: one vector a token, whole on each GPU
-    numbers = latent + text.qk_rope_head_dim if latent else 2 * max(1, key_value_heads(text) // gen.engine_tp_size) * head
+    latent = latent_width(text)                          # whole on each GPU
+    numbers = latent + text.qk_rope_head_dim if latent else 2 * max(1, key_value_heads(text) // gen.engine_tp_size) * head_width(text)
     cache_gb = gen.context_length * text.num_hidden_layers * numbers * (1 if gen.quantised_cache else 2 if dtype == "bfloat16" else 4) / 2**30
     return Plan(model, ref, critic, device, dtype, transfer, nodes if device == "cuda" else (0,) * len(nodes), cores, shape, bool(config.tie_word_embeddings),
                 bool(shape.num_experts) and not vision and device == "cuda" and gen.routing_replay != "off", rank_gb, cache_gb, missing)

@@ -452,16 +452,25 @@ def kept_bytes(text, shape: Shape, tp: int) -> float:
     of a shared one, and 4 a hidden unit in each expert. Counted on Qwen3 and its mixture by a test.
     """
     hidden, heads = text.hidden_size, text.num_attention_heads
-    head = text.qk_nope_head_dim + text.qk_rope_head_dim if getattr(text, "kv_lora_rank", None) else getattr(text, "head_dim", None) or hidden // heads
+    head = text.qk_nope_head_dim + text.qk_rope_head_dim if latent_width(text) else head_width(text)
     attention = 10 * head * (heads + key_value_heads(text)) / tp
     if shape.num_experts:
         taken, width = text.num_experts_per_tok, shape.layer_experts / shape.num_experts / (3 * hidden)
         return 16 * hidden + attention + 8 * (taken + 1) * width + 4 * taken * hidden
-    return 16 * hidden + attention + 8 * (getattr(text, "intermediate_size", None) or 4 * hidden) / tp
+    return 16 * hidden + attention + 8 * (text.intermediate_size if hasattr(text, "intermediate_size") else 4 * hidden) / tp
 
 
 def key_value_heads(text) -> int:
-    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads        # older models have as many
+    return text.num_key_value_heads if hasattr(text, "num_key_value_heads") else text.num_attention_heads        # older models have as many
+
+
+def head_width(text) -> int:
+    return text.head_dim if hasattr(text, "head_dim") and text.head_dim else text.hidden_size // text.num_attention_heads
+
+
+def latent_width(text) -> int:
+    """Of latent attention (one vector a token); 0 = the usual one."""
+    return text.kv_lora_rank if hasattr(text, "kv_lora_rank") else 0
 
 
 def learning_rate(cfg: TrainerConfig, total: int, step: int) -> float:
