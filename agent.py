@@ -271,9 +271,10 @@ def image_of_part(part: dict) -> bytes:
         raise ValueError(f"An image of a message was given as {str(part)[:100]}. Want {{'type': 'image_url', 'image_url': {{'url': 'data:image/png;base64,...'}}}} or {{'type': 'image', 'image': bytes or a PIL image}}.")
     if part["type"] == "image_url":
         return image_of_url(held["url"])
-    if not isinstance(part["image"], bytes):
-        part["image"].save(file := io.BytesIO(), format="PNG")
-    return checked_file(part["image"] if isinstance(part["image"], bytes) else file.getvalue())
+    if isinstance(held, bytes):
+        return checked_file(held)
+    held.save(file := io.BytesIO(), format="PNG")
+    return checked_file(file.getvalue())
 
 
 def reads_parts_only(tokenizer) -> bool:
@@ -308,9 +309,11 @@ class Vision:
             raise ValueError(f"The chat template wrote {self.processor.image_token!r} {places} times for {len(files)} images: want once for each. Models whose template marks images in another way are not supported.")
         ids, images, left = [], [], iter(files)
         for token in token_ids:
+            stand_in = [token]
             if token == self.token:
-                images.append(Image(file := next(left), len(ids), len(self.expansion(file))))
-            ids += self.expansion(file) if token == self.token else [token]
+                stand_in = self.expansion(file := next(left))
+                images.append(Image(file, len(ids), len(stand_in)))
+            ids += stand_in
         return ids, images
 
     def collapse(self, token_ids: list[int], images: list[Image]) -> list[int]:

@@ -272,9 +272,10 @@ class Engine:
             repetition_penalty=1.0, seed=sampling.seed, max_tokens=max_tokens, min_tokens=0, stop=stop or None, ignore_eos=False, logprobs=0,
             detokenize=bool(stop), skip_special_tokens=False, include_stop_str_in_output=True, output_kind=self.output_kind,
             logit_bias={self.vision.token: UNSAID} if self.vision else None)
-        asked = {"prompt_token_ids": token_ids.tolist()}
+        prompt = token_ids.tolist()
+        asked = {"prompt_token_ids": prompt}
         if images:
-            asked = {"prompt_token_ids": self.vision.collapse(token_ids.tolist(), images), "multi_modal_data": {"image": [picture(image.file) for image in images]}}
+            asked = {"prompt_token_ids": self.vision.collapse(prompt, images), "multi_modal_data": {"image": [picture(image.file) for image in images]}}
         ids, rows, versions = [], [], []
         try:
             async for output in self.llm.generate(asked, params, request_id=name):
@@ -289,10 +290,10 @@ class Engine:
             if self.llm.errored:                                   # vLLM's own process died: so does this actor, everyone learns it, and Ray restarts it
                 os._exit(1)
             raise
-        if output.prompt_token_ids != token_ids.tolist():
-            raise ValueError(f"vLLM expanded the images of {name} to a prompt of {len(output.prompt_token_ids)} tokens, the model's processor to another one of {len(token_ids)}: "
+        if output.prompt_token_ids != prompt:
+            raise ValueError(f"vLLM expanded the images of {name} to a prompt of {len(output.prompt_token_ids)} tokens, the model's processor to another one of {len(prompt)}: "
                              "what is trained must be what was seen. This model's images are not supported.")
-        return read_completion(ids, rows, versions, answer.finish_reason, answer.stop_reason, name, answer.routed_experts, len(output.prompt_token_ids))
+        return read_completion(ids, rows, versions, answer.finish_reason, answer.stop_reason, name, answer.routed_experts, len(prompt))
 
     async def _control(self, coroutine):
         """Run on the loop that vLLM's client lives on: control calls arrive on another one."""

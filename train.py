@@ -209,9 +209,13 @@ def resolve(cfg: Config) -> Plan:
         raise ValueError(f"--context-length {gen.context_length} is more than the {limit} positions of {cfg.model}; lower it.")
     shape = Shape.of(config)
     check_sizes("--model", train, shape, config, device)
-    ref_shape = Shape.of(ref_config)
+    ref_size = critic_size = 0                           # parameters
     if cfg.reference:
+        ref_shape = Shape.of(ref_config)
+        ref_size = ref_shape.parameters
         check_sizes("--ref", train, ref_shape, ref_config, device)                 # it is split like the policy
+    if ESTIMATORS[cfg.estimator].critic:
+        critic_size = Shape.of(critic_config).parameters
     if vision and gen.drafts:
         raise ValueError(f"--engine-args: speculation with {cfg.model}, which reads images: vLLM takes no logit_bias beside drafts, and the id that marks an image must never be sampled. Leave it out.")
     if gen.routing_replay == "on" and (not shape.num_experts or vision):
@@ -221,7 +225,7 @@ def resolve(cfg: Config) -> Plan:
     dtype = ("bfloat16" if device == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
     transfer = "gloo" if device == "cpu" else "ipc" if shared else "nccl"
     cores = len(os.sched_getaffinity(0))
-    rank_gb = rank_memory(shape, config, train, ref_shape.parameters * cfg.reference, Shape.of(critic_config).parameters * ESTIMATORS[cfg.estimator].critic)
+    rank_gb = rank_memory(shape, config, train, ref_size, critic_size)
     if device == "cpu":
         del rank_gb["CUDA"]
     if shared and cfg.ray_address is None:               # the GPU of a cluster may be another machine's
@@ -506,9 +510,7 @@ def start_ray(address: str | None) -> None:
     if address is None:                                  # if this process is killed outright, nothing it started stays
         subprocess.Popen([sys.executable, str(ROOT / "recipes/reap.py"), str(os.getpid())], start_new_session=True,
                          stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    private = {} if address else {"include_dashboard": False}
-    if not address and not torch.cuda.device_count():    # beside GPUs the store may hold a step's routed experts, so there it has Ray's default
-        private["object_store_memory"] = 512 * 2**20
+    private = {} if address else {"object_store_memory": 512 * 2**20, "include_dashboard": False}
     if address and Path("~/.ray/auth_token").expanduser().is_file():
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # as `ray start --head` decides it
     try:

@@ -37,6 +37,8 @@ class PolicySource(WeightSource):
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, device: torch.device, tied_head: bool):
         self.model, self.dtype, self.device, self.tied_head = model, dtype, device, tied_head
+        held = model.state_dict().keys()
+        self.buffers = [name for name, buffer in model.named_buffers() if name in held and buffer.is_floating_point()]   # that a checkpoint holds
 
     def converted(self, materialize) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, tensor in its wire dtype) of everything that is sent; materialize makes a parameter a whole tensor of a dtype.
@@ -44,9 +46,7 @@ class PolicySource(WeightSource):
         Large tensors travel in the engine's dtype; small ones (norms, biases, routers) exact: the engine may hold them in float32.
         So do buffers that a checkpoint holds: a router's correction, which the engine has as a parameter.
         """
-        held = self.model.state_dict().keys()
-        buffers = [(name, buffer) for name, buffer in self.model.named_buffers() if name in held and buffer.is_floating_point()]
-        for name, parameter in [*self.model.named_parameters(), *buffers]:
+        for name, parameter in [*self.model.named_parameters(), *((name, self.model.get_buffer(name)) for name in self.buffers)]:
             tensor = materialize(parameter.detach(), torch.float32 if parameter.numel() < SMALL else self.dtype)
             yield from ((name, t.contiguous()) for name, t in to_hf(self.model, name, tensor))
             if self.tied_head and parameter is self.model.get_input_embeddings().weight:

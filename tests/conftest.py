@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -61,36 +62,44 @@ def hostile_model(tmp_path_factory) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="session")
-def stack(cluster, hostile_model, loop):
-    """(cfg, parts): a running engine, trainer and agent worker of the hostile model, version 0 published. Float32, 2 optimizer steps a batch."""
-    from generator import GeneratorConfig
-    from train import Config, resolve, start
-    from trainer import TrainerConfig
+@contextmanager
+def running(cfg, loop):
+    """Engine, trainer and agent worker of `cfg`, version 0 published; all are killed in the end."""
+    import ray
 
-    cfg = Config(model=hostile_model, device="cpu", dtype="float32", generator=GeneratorConfig(agent=str(ROOT / "recipes/arithmetic.py"), temperature=0.7, prompts_per_step=4),
-                 trainer=TrainerConfig(epochs=2, learning_rate=1e-3, warmup_steps=0, decay="constant"))
+    from train import resolve, start
 
     async def begin():
         parts = await start(cfg, resolve(cfg))
         await parts.publish(0)
         return parts
 
-    return cfg, loop.run_until_complete(begin())
+    parts = loop.run_until_complete(begin())
+    yield parts
+    for actor in parts.engines + parts.workers + parts.trainer.ranks:
+        ray.kill(actor)
+
+
+@pytest.fixture(scope="session")
+def stack(cluster, hostile_model, loop):
+    """(cfg, parts): a running engine, trainer and agent worker of the hostile model, version 0 published. Float32, 2 optimizer steps a batch."""
+    from generator import GeneratorConfig
+    from train import Config
+    from trainer import TrainerConfig
+
+    cfg = Config(model=hostile_model, device="cpu", dtype="float32", generator=GeneratorConfig(agent=str(ROOT / "recipes/arithmetic.py"), temperature=0.7, prompts_per_step=4),
+                 trainer=TrainerConfig(epochs=2, learning_rate=1e-3, warmup_steps=0, decay="constant"))
+    with running(cfg, loop) as parts:
+        yield cfg, parts
 
 
 @pytest.fixture(scope="session")
 def caller(cluster, loop):
     """(cfg, parts): a running engine and agent worker of recipes/caller, which calls tools; version 0 published. Float32."""
     from generator import GeneratorConfig
-    from train import Config, resolve, start
+    from train import Config
 
     cfg = Config(model=str(CALLER), device="cpu", dtype="float32", generator=GeneratorConfig(
         agent=str(ROOT / "recipes/chat_arithmetic.py"), tool_parser="hermes", context_length=4096, max_new_tokens=64, kv_cache_gb=0.25))
-
-    async def begin():
-        parts = await start(cfg, resolve(cfg))
-        await parts.publish(0)
-        return parts
-
-    return cfg, loop.run_until_complete(begin())
+    with running(cfg, loop) as parts:
+        yield cfg, parts

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import ray
 from transformers import AutoTokenizer
 
 from estimators import collate, supervised_batch
@@ -19,9 +18,9 @@ from generator import GeneratorConfig
 from losses import AGGREGATIONS
 from recipes.arithmetic import prompts
 from recipes.make_tiny import make_model
-from train import Config, evaluate, finished_checkpoints, resolve, start
+from train import Config, evaluate, finished_checkpoints
 
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, running
 from test_train import SMALL, assert_nothing_left, finish, metrics, until_step
 
 LONG = [*SMALL, "--steps", "12", "--eval-samples", "0"]
@@ -169,16 +168,8 @@ def cell(cluster, loop, tmp_path_factory):
     tokenizer.save_pretrained(model)
     cfg = Config(model=str(model), device="cpu", dtype="float32", eval_samples=0,
                  generator=GeneratorConfig(agent=str(ROOT / "recipes/arithmetic.py"), partial_rollout=True, publish_timeout=40.0, engine_timeout=15.0))
-
-    async def begin():
-        parts = await start(cfg, resolve(cfg))
-        await parts.publish(0)
-        return parts
-
-    parts = loop.run_until_complete(begin())
-    yield cfg, parts
-    for actor in parts.engines + parts.workers + parts.trainer.ranks:
-        ray.kill(actor)
+    with running(cfg, loop) as parts:
+        yield cfg, parts
 
 
 async def agrees(cfg, parts, version: int) -> None:

@@ -25,10 +25,10 @@ from losses import AGGREGATIONS
 from recipes import make_vision
 from recipes.colour import ask, picture, prompts
 from recipes.make_tiny import make_tokenizer
-from train import Config, make_trainer, resolve, start
+from train import Config, make_trainer, resolve
 from trainer import TrainerConfig, plan_microbatches, take_rows
 
-from conftest import ROOT
+from conftest import ROOT, running
 from test_agent import TOKENIZER, answer
 from test_chat_server import WIRES, Table, wires
 from test_weight_sync import gap, update
@@ -240,15 +240,8 @@ def sight(eyes, cluster, loop):
     cfg = Config(model=eyes, device="cpu", dtype="float32", generator=GeneratorConfig(
         agent=str(ROOT / "recipes/colour.py"), context_length=512, max_new_tokens=6, kv_cache_gb=0.1),
         trainer=TrainerConfig(tokens_per_microbatch=400, learning_rate=1e-3, warmup_steps=0, decay="constant"))
-
-    async def begin():
-        parts = await start(cfg, resolve(cfg))
-        await parts.publish(0)
-        return parts
-
-    parts = loop.run_until_complete(begin())
-    yield cfg, parts
-    loop.run_until_complete(parts.stop()) if hasattr(parts, "stop") else None
+    with running(cfg, loop) as parts:
+        yield cfg, parts
 
 
 async def episodes(parts, rows: list[dict], name: str, samples: int = 2, worker=None) -> list:

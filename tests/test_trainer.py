@@ -353,14 +353,14 @@ def test_a_checkpoint_holds_what_references_stand_for_and_a_lost_record_is_none(
     workers = [Worker.remote() for _ in range(2)]
     kept, lost = [ray.get(w.put.remote())[0] for w in workers]
     ray.kill(workers[1])
-    time.sleep(3)                                                                  # until the news is out the object is still there
+    time.sleep(3)                                                                  # until the news is out the object is still there, and one read in between may stay: so no polling
     trainer = Trainer("", TrainerConfig(), LossConfig(), "cpu", "float32", 10, 0, [])
     loop.run_until_complete(trainer.save(tmp_path / "000001", {}, {"complete": [kept, lost]}))
     _, pool = loop.run_until_complete(trainer.load(tmp_path / "000001"))
     assert fetch(lost) is None and fetch(pool["complete"][1]) is None
     assert all(isinstance(ref, ray.ObjectRef) for ref in pool["complete"]) and (fetch(pool["complete"][0]) == np.arange(12).reshape(3, 2, 2)).all()
     ray.kill(workers[0])
-    time.sleep(3)
+    time.sleep(3)                                                                  # as above
     assert fetch(pool["complete"][0]) is not None                                  # its own copy
 
 
