@@ -179,18 +179,17 @@ class Completion:
     routed_experts: np.ndarray | None = None   # [prompt + n - 1, layers, k] experts of every token but the last, int8 or int16; None: not told
 
 
-def read_completion(token_ids: list[int], rows: list[dict], versions: list[int], finish_reason: str, stop_reason: int | str | None, name: str,
+def read_completion(token_ids: list[int], told, versions: list[int], finish_reason: str, stop_reason: int | str | None, name: str,
                     routed_experts: np.ndarray | None = None, prompt: int = 0) -> Completion:
-    """vLLM's tokens and logprob rows -> Completion; raises ValueError, naming the request, when a sampled token has no logprob.
+    """vLLM's tokens and its FlatLogprobs of them (one entry each) -> Completion; raises ValueError, naming the request, when a sampled token has no logprob.
 
     So it does when experts are told, but not those of every token of prompt (a number of tokens) and answer but the last:
     which token a row is of would be a guess. Layers count as in the model; a dense one has zeros.
     """
-    if len(rows) != len(token_ids):
-        raise ValueError(f"vLLM returned {len(rows)} logprobs for {len(token_ids)} sampled tokens ({name}). "
+    if len(told.token_ids) != len(token_ids):
+        raise ValueError(f"vLLM returned {len(told.token_ids)} logprobs for {len(token_ids)} sampled tokens ({name}). "
                          "Every sampled token needs its behaviour logprob; check SamplingParams.logprobs in generator.py.")
-    absent = [t for t, row in zip(token_ids, rows) if t not in row]
-    if absent:
+    if absent := [token for token, of in zip(token_ids, told.token_ids) if token != of]:
         raise ValueError(f"vLLM returned no logprob for sampled token {absent[0]} ({name}); check logprobs_mode in generator.py.")
     if finish_reason not in ("stop", "length"):
         raise ValueError(f"vLLM ended {name} with {finish_reason!r} after {len(token_ids)} tokens: that is no end of an answer, so the rollout cannot be used.")
@@ -200,7 +199,7 @@ def read_completion(token_ids: list[int], rows: list[dict], versions: list[int],
                              "Use --routing-replay off.")
         routed_experts = routed_experts.astype(np.int8 if routed_experts.max() < 128 else np.int16)     # signed: the trainer marks what is not known by -1
     return Completion(
-        np.asarray(token_ids, np.int32), np.asarray([row[t].logprob for t, row in zip(token_ids, rows)], np.float32),
+        np.asarray(token_ids, np.int32), np.asarray(told.logprobs, np.float32),
         np.asarray(versions, np.int32), finish_reason, stop_reason, routed_experts)
 
 
@@ -221,6 +220,7 @@ class Engine:
         self.model, self.cfg, self.dtype, self.transfer = model, cfg, dtype, transfer
         self.untie = tie_word_embeddings and transfer == "gloo"    # the CPU engine prepacks a head of its own
         self.version = -1                                          # dummy weights: nothing may be sampled before the first publish
+        self.edges: dict[str, list[tuple[int, int]]] = {}          # request in flight over a publish -> (its tokens up to here, the version that sampled them)
         self.llm = None
 
     async def start(self, orphans: list[int] = []) -> list[int]:
@@ -231,17 +231,12 @@ class Engine:
         import psutil
         from vllm import AsyncEngineArgs
         from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
 
         for process in psutil.process_iter():
             if process.pid in orphans and "VLLM" in process.name():
                 process.kill()
         self.loop, self.vision = asyncio.get_running_loop(), load_vision(self.model)
-        replay = self.cfg.routing_replay == "on"
-        self.output_kind = RequestOutputKind.FINAL_ONLY
-        if self.cfg.partial_rollout:                               # tokens as they come, to label them: all of them each time where deltas that vLLM joins would lose the experts
-            self.output_kind = RequestOutputKind.CUMULATIVE if replay else RequestOutputKind.DELTA
         cpu = {"enforce_eager": True, "kv_cache_memory_bytes": int(self.cfg.kv_cache_gb * 2**30), "distributed_executor_backend": "uni"}
         gpu = {"gpu_memory_utilization": self.cfg.gpu_share(self.transfer == "ipc"), "tensor_parallel_size": self.cfg.engine_tp_size, "enforce_eager": self.cfg.enforce_eager}
         fixed = dict(
@@ -250,7 +245,7 @@ class Engine:
             block_size=32 if self.transfer == "gloo" else None, logprobs_mode="processed_logprobs", disable_log_stats=True,
             mm_device_do_normalize=False,                          # else pixels are scaled by buffers of the engine's model, which dummy weights overwrite and no publish mends
             mm_processor_cache_gb=0,                               # its two ends are emptied one after the other at a pause: an image between would be missing later
-            worker_extension_cls="weight_sync.Receiver", enable_return_routed_experts=replay,
+            worker_extension_cls="weight_sync.Receiver", enable_return_routed_experts=self.cfg.routing_replay == "on",
             hf_overrides={"tie_word_embeddings": False} if self.untie else {},
             weight_transfer_config=WeightTransferConfig(backend=self.transfer), **(cpu if self.transfer == "gloo" else gpu))
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**fixed | self.cfg.engine_arguments))
@@ -269,31 +264,29 @@ class Engine:
             raise EngineGone("This engine still has dummy weights; publish a version before anything is sampled.")
         params = SamplingParams(
             n=1, temperature=sampling.temperature, top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
-            repetition_penalty=1.0, seed=sampling.seed, max_tokens=max_tokens, min_tokens=0, stop=stop or None, ignore_eos=False, logprobs=0,
-            detokenize=bool(stop), skip_special_tokens=False, include_stop_str_in_output=True, output_kind=self.output_kind,
+            repetition_penalty=1.0, seed=sampling.seed, max_tokens=max_tokens, min_tokens=0, stop=stop or None, ignore_eos=False, logprobs=0, flat_logprobs=True,
+            detokenize=bool(stop), skip_special_tokens=False, include_stop_str_in_output=True, output_kind=RequestOutputKind.FINAL_ONLY,
             logit_bias={self.vision.token: UNSAID} if self.vision else None)
         prompt = token_ids.tolist()
         asked = {"prompt_token_ids": prompt}
         if images:
             asked = {"prompt_token_ids": self.vision.collapse(prompt, images), "multi_modal_data": {"image": [picture(image.file) for image in images]}}
-        ids, rows, versions = [], [], []
         try:
             async for output in self.llm.generate(asked, params, request_id=name):
-                answer = output.outputs[0]                         # the tokens since the last one, or all of it
-                if self.output_kind == RequestOutputKind.DELTA:
-                    ids += answer.token_ids
-                    rows += answer.logprobs or []
-                else:
-                    ids, rows = answer.token_ids, answer.logprobs or []
-                versions += [self.version] * (len(ids) - len(versions))
+                pass                                               # the last, and only, one is whole
         except Exception:
             if self.llm.errored:                                   # vLLM's own process died: so does this actor, everyone learns it, and Ray restarts it
                 os._exit(1)
             raise
+        finally:
+            edges = self.edges.pop(name, [])
         if output.prompt_token_ids != prompt:
             raise ValueError(f"vLLM expanded the images of {name} to a prompt of {len(output.prompt_token_ids)} tokens, the model's processor to another one of {len(prompt)}: "
                              "what is trained must be what was seen. This model's images are not supported.")
-        return read_completion(ids, rows, versions, answer.finish_reason, answer.stop_reason, name, answer.routed_experts, len(prompt))
+        answer, versions = output.outputs[0], []
+        for end, version in [*edges, (len(answer.token_ids), self.version)]:
+            versions += [version] * (end - len(versions))
+        return read_completion(answer.token_ids, answer.logprobs, versions, answer.finish_reason, answer.stop_reason, name, answer.routed_experts, len(prompt))
 
     async def _control(self, coroutine):
         """Run on the loop that vLLM's client lives on: control calls arrive on another one."""
@@ -318,9 +311,22 @@ class Engine:
 
     @ray.method(concurrency_group="control")
     async def resume(self, version: int) -> None:
-        """From here on tokens are of `version`."""
-        self.version = version
-        await self._control(self.llm.resume_generation())
+        """From here on tokens are of `version`; those that requests in flight have so far are of the one before.
+
+        What vLLM's process sent before the pause may still lie in its client's queue, or be under way through it in pieces
+        of 128 requests: it is counted first.
+        """
+        async def relabel() -> None:
+            while not self.llm.engine_core.outputs_queue.empty():
+                await asyncio.sleep(0)
+            for _ in range(self.cfg.max_num_seqs // 128 + 2):
+                await asyncio.sleep(0)
+            for request in self.llm.output_processor.request_states.values():
+                self.edges.setdefault(request.external_req_id, []).append((request.detokenizer.num_output_tokens(), self.version))
+            self.version = version
+            await self.llm.resume_generation()
+
+        await self._control(relabel())
 
     @ray.method(concurrency_group="control")
     async def init_weight_transfer_engine(self, info: dict) -> None:

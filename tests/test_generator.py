@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.logprobs import FlatLogprobs
 
 from agent import Env, Result, Trajectory
 from generator import Batcher, GeneratorConfig, Group, Pool, PromptStream, Sampling, read_completion, read_prompts, rollout_seed, together
@@ -390,25 +391,26 @@ def test_flags_that_cannot_work_are_refused_by_name(flags, words):
 
 
 # ---------------------------------------------------------------------------------------------------- completions
-def row(token: int, logprob: float) -> dict:
-    return {token: SimpleNamespace(logprob=logprob)}
+def told(*token_ids: int) -> FlatLogprobs:
+    """-0.1, -0.2, ... of these tokens."""
+    return FlatLogprobs(token_ids=list(token_ids), logprobs=[-(i + 1) / 10 for i in range(len(token_ids))])
 
 
-@pytest.mark.parametrize("rows", [[], [row(11, -0.2), row(12, -0.4)], [row(11, -0.2), row(99, -0.4), row(13, -0.1)]])
-def test_n17_a_reply_without_a_logprob_for_each_sampled_token_is_refused_and_named(rows):
+@pytest.mark.parametrize("known", [[], [11, 12], [11, 99, 13]])
+def test_n17_a_reply_without_a_logprob_for_each_sampled_token_is_refused_and_named(known):
     with pytest.raises(ValueError, match="train-7-0"):
-        read_completion([11, 12, 13], rows, [0, 0, 0], "stop", None, "train-7-0")
+        read_completion([11, 12, 13], told(*known), [0, 0, 0], "stop", None, "train-7-0")
 
 
 def test_an_aborted_request_is_no_answer():
     """b16: "abort" is not the end of an answer."""
     with pytest.raises(ValueError, match="'abort' after 1 tokens"):
-        read_completion([11], [row(11, -0.2)], [0], "abort", None, "train-7-0")
+        read_completion([11], told(11), [0], "abort", None, "train-7-0")
 
 
 def test_b16_a_complete_reply_keeps_ids_logprobs_and_the_version_of_each_token():
     """Three tokens of version 3, two of version 4."""
-    completion = read_completion([11, 12, 13, 14, 15], [row(11 + i, -(i + 1) / 10) for i in range(5)], [3, 3, 3, 4, 4], "length", None, "x")
+    completion = read_completion([11, 12, 13, 14, 15], told(*range(11, 16)), [3, 3, 3, 4, 4], "length", None, "x")
     assert completion.token_ids.tolist() == [11, 12, 13, 14, 15] and completion.policy_versions.tolist() == [3, 3, 3, 4, 4]
     np.testing.assert_allclose(completion.logprobs, [-0.1, -0.2, -0.3, -0.4, -0.5], rtol=1e-6)
 
@@ -416,7 +418,7 @@ def test_b16_a_complete_reply_keeps_ids_logprobs_and_the_version_of_each_token()
 def test_experts_of_all_tokens_but_the_last_come_in_the_smallest_signed_type():
     """4 prompt tokens and 2 sampled: 5 rows. vLLM's uint8 would make a -1 of the trainer expert 255."""
     def read(experts):
-        return read_completion([11, 12], [row(11, -0.1), row(12, -0.1)], [0, 0], "stop", None, "train-7-0", experts, prompt=4)
+        return read_completion([11, 12], told(11, 12), [0, 0], "stop", None, "train-7-0", experts, prompt=4)
     few, many = np.full((5, 3, 2), 127, np.uint8), np.full((5, 3, 2), 128, np.uint8)
     assert read(few).routed_experts.dtype == np.int8 and read(many).routed_experts.dtype == np.int16
     assert (read(few).routed_experts == few).all() and (read(many).routed_experts == many).all() and read(None).routed_experts is None
@@ -533,31 +535,6 @@ def test_finish_reasons_and_limits_are_the_engines_own(stack, loop):
     assert (len(cut.token_ids), cut.finish_reason) == (1, "length")
     assert (greedy.finish_reason, greedy.token_ids[-1]) == ("stop", 258)       # 258 is <|im_end|>: it stays in the ids
     assert greedy.token_ids[0] == cut.token_ids[0]
-
-
-def test_an_answer_is_the_same_whole_in_pieces_or_growing(stack, loop):
-    """The three ways vLLM hands out 16 seeded answers: ids and logprobs are equal, and every token has a version."""
-    from vllm.sampling_params import RequestOutputKind
-
-    _, parts = stack
-    engine, answers = parts.engines[0], []
-    requests = [(np.arange(60, 70 + i, dtype=np.int32), 8) for i in range(16)]
-    for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY):       # the last is the stack's own
-        loop.run_until_complete(set_kind(engine, kind))
-        asked = [(f"{kind.name}-{i}", ids, n, []) for i, (ids, n) in enumerate(requests)]
-        answers.append(loop.run_until_complete(answers_of(engine, asked)))
-    for pieces, growing, whole in zip(*answers, strict=True):
-        assert pieces.token_ids.tolist() == growing.token_ids.tolist() == whole.token_ids.tolist()
-        np.testing.assert_allclose(growing.logprobs, whole.logprobs, atol=1e-5)
-        assert pieces.policy_versions.tolist() == growing.policy_versions.tolist() == whole.policy_versions.tolist()
-
-
-async def set_kind(engine, kind) -> None:
-    await engine.__ray_call__.remote(lambda self: setattr(self, "output_kind", kind))
-
-
-async def answers_of(engine, requests: list) -> list:
-    return await engine.generate.remote(requests, [Sampling(seed=i) for i in range(len(requests))])
 
 
 def test_an_engine_refuses_to_sample_before_version_0(cluster, hostile_model):
