@@ -14,6 +14,7 @@ Sources: FSDP2 is torch.distributed.fsdp.fully_shard; models and sharding plans 
 """
 
 import asyncio
+import functools
 import io
 import json
 import os
@@ -164,15 +165,27 @@ def forward(model, batch: Batch, device: torch.device, entropy: bool = False, sp
         inputs = with_images(vision, token_ids, [file for row in batch.images or [] for file in row]) if vision else {"input_ids": token_ids}
         keep = torch.arange(first - 1, token_ids.shape[1] - 1, device=device)
         targets, whole_rows = token_ids[:, first:], lambda states: states          # [b, t-first]
-    logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits[: len(token_ids)].float() / batch.temperature   # [b, t-first, V]
-    if vision:
-        logits[..., vision.token] += UNSAID / batch.temperature
+    logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits[: len(token_ids)]              # [b, t-first, V], in the compute dtype
     if isinstance(logits, DTensor):
-        logprobs, h = vocabulary_parallel(logits, targets, entropy)
+        logprobs, h = vocabulary_parallel(logits.float() / batch.temperature, targets, entropy)
     else:
-        logprobs = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-        h = torch.distributions.Categorical(logits=logits).entropy() if entropy else None
+        logprobs, h = (fused_token_scores() if logits.is_cuda else token_scores)(logits, targets, batch.temperature, entropy, vision.token if vision else None)
     return align(whole_rows(logprobs), first), align(whole_rows(h), first) if entropy else None   # [b, t]
+
+
+def token_scores(logits: Tensor, targets: Tensor, temperature: float, entropy: bool, unsaid: int | None) -> tuple[Tensor, Tensor | None]:
+    """log p of the targets (and entropy), nats, float32 [b, t], from logits [b, t, V] of any dtype; `unsaid`: the id of Vision.token."""
+    scaled = logits.float() / temperature
+    if unsaid is not None:
+        scaled[..., unsaid] += UNSAID / temperature
+    logprobs = -F.cross_entropy(scaled.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    return logprobs, scaled.logsumexp(-1) - (scaled.softmax(-1) * scaled).sum(-1) if entropy else None
+
+
+@functools.cache
+def fused_token_scores() -> Callable:
+    """token_scores as kernels that read the logits and write their gradient in the compute dtype: no [b, t, V] in float32."""
+    return torch.compile(token_scores, dynamic=True, options={"compile_threads": 1})    # no pool of 32 processes for a few kernels
 
 
 def vocabulary_parallel(logits: DTensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
@@ -572,8 +585,8 @@ class Rank:
                     model, handles = (self.ref, {}) if what == "ref_logprobs" else (self.model, self.replays)
                     stack.enter_context(replaying(handles, small, self.device))
                     numbers, _ = forward(model, small, self.device, split=self.split(stack), vision=self.vision)
-            out.append(numbers.cpu() * small.response_mask)
-        return out
+            out.append((numbers, small.response_mask))
+        return [numbers.cpu() * mask for numbers, mask in out]         # when all are under way: a GPU need not wait for us in between
 
     def update(self, batch: Batch, plan: list[list[list[int]]], kind: str) -> dict[str, tuple[float, float]]:
         """All optimizer steps of one batch: for each epoch and minibatch, its micro-batches, then one AdamW step.
@@ -595,16 +608,15 @@ class Rank:
                         loss, seen = step_loss(logprobs, entropy, to_device(small, self.device), self.loss, kind)
                         seen |= route_metrics(self.replays, small) if self.replays and rows else {}
                     (loss * self.places).backward()            # FSDP2 takes the mean over ranks, the loss is a sum over data-parallel places
-                metrics[prefix + "loss"][0] += float(loss.detach())
-                for name, (total, count) in seen.items():
-                    metrics[name][0] += float(total)
-                    metrics[name][1] += float(count)
+                for name, (total, count) in (seen | {prefix + "loss": (loss.detach(), 0.0)}).items():
+                    metrics[name][0] += total                  # a tensor still: a GPU need not wait for us between micro-batches
+                    metrics[name][1] += count
             norm, rate = learner.step()
             metrics[prefix + "grad_norm"][0] += norm / self.places
             metrics[prefix + "grad_norm"][1] += 1 / self.places
             metrics[prefix + "learning_rate"] = [rate / self.places, 1 / self.places]
         metrics[prefix + "loss"][1] = len(plan) * self.cfg.epochs / self.places      # a sum over micro-batches and ranks, a mean over optimizer steps
-        return {name: tuple(pair) for name, pair in metrics.items()}
+        return {name: (float(total), float(count)) for name, (total, count) in metrics.items()}
 
     # ---- publish
     def open_transfer(self, backend: str, engines: list, workers_per_engine: int, address: str) -> None:
