@@ -39,6 +39,7 @@ class PolicySource(WeightSource):
         self.model, self.dtype, self.device, self.tied_head = model, dtype, device, tied_head
         held = model.state_dict().keys()
         self.buffers = [name for name, buffer in model.named_buffers() if name in held and buffer.is_floating_point()]   # that a checkpoint holds
+        self.unchanged: dict[str, str] = {}                              # what a checkpoint holds as it is -> its name there: asked of the library once, not at each publish
 
     def converted(self, materialize) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, tensor in its wire dtype) of everything that is sent; materialize makes a parameter a whole tensor of a dtype.
@@ -47,8 +48,11 @@ class PolicySource(WeightSource):
         So do buffers that a checkpoint holds: a router's correction, which the engine has as a parameter.
         """
         for name, parameter in [*self.model.named_parameters(), *((name, self.model.get_buffer(name)) for name in self.buffers)]:
-            tensor = materialize(parameter.detach(), torch.float32 if parameter.numel() < SMALL else self.dtype)
-            yield from ((name, t.contiguous()) for name, t in to_hf(self.model, name, tensor))
+            tensor = materialize(parameter, torch.float32 if parameter.numel() < SMALL else self.dtype)
+            pairs = [(self.unchanged[name], tensor)] if name in self.unchanged else to_hf(self.model, name, tensor)
+            if len(pairs) == 1 and pairs[0][1] is tensor:
+                self.unchanged[name] = pairs[0][0]
+            yield from ((hf, t.contiguous()) for hf, t in pairs)
             if self.tied_head and parameter is self.model.get_input_embeddings().weight:
                 yield "lm_head.weight", tensor.contiguous()
 
@@ -57,7 +61,9 @@ class PolicySource(WeightSource):
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         def gather(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-            parameter = parameter.to(self.device, dtype)                 # offloaded parameters live on the CPU; cast first, so that fewer bytes are gathered
+            if isinstance(parameter, dist.tensor.DTensor) and parameter.device_mesh.size() == 1:
+                parameter = parameter.to_local()                         # whole already; each operation on a DTensor takes 0.1 ms
+            parameter = parameter.detach().to(self.device, dtype)        # offloaded parameters live on the CPU; cast first, so that fewer bytes are gathered
             return parameter.full_tensor() if isinstance(parameter, dist.tensor.DTensor) else parameter
 
         return self.converted(gather)
