@@ -552,7 +552,9 @@ def make_trainer(cfg: Config, plan: Plan) -> Trainer:
 def make_pool(cfg: Config, parts: Parts, prompts: list[dict], first: int) -> Pool:
     """The pool of a run that starts at version `first`; its groups go to the parts' workers and engines."""
     gen, P = cfg.generator, cfg.generator.prompts_per_step
-    seed = None if gen.partial_rollout else cfg.seed     # when a publish comes decides the tokens anyway; and a CPU engine ends when it resumes a seeded request
+    # Seeds make a run repeatable where nothing else decides its tokens: not where a publish may come in between (and a CPU engine ends when it resumes a seeded
+    # request), nor on a GPU, whose sums depend on what else is in the batch: there vLLM would only draw for each request by itself, which takes longer.
+    seed = None if gen.partial_rollout or parts.plan.device == "cuda" else cfg.seed
 
     async def run_group(n: int, prompt: dict) -> Group:
         return (await parts.run_groups([(n, prompt)], n, gen.group_size, gen.temperature, seed, "train"))[0]
