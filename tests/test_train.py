@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import selectors
 import signal
 import socket
 import subprocess
@@ -266,30 +267,49 @@ def assert_phases_add_up(row: dict) -> None:
     assert sum(row[f"{phase}_seconds"] for phase in PHASES) == pytest.approx(row["step_seconds"], abs=1e-6)
 
 
-def test_a_clock_books_each_second_to_its_phase_the_others_to_rest_and_those_of_an_eval_to_none():
-    """0.1 and 0.2 s of update, 0.3 of an eval, 0.1 between: a step of 0.4 s, 0.1 of it rest; the next one begins at nothing."""
+class Scripted(selectors.DefaultSelector):
+    """Of an event loop whose time is `now`: it passes only where somebody sleeps, and at once."""
+
+    now = 0.0
+
+    def select(self, timeout=None):
+        self.now += timeout or 0
+        return super().select(0)
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """(run, busy): asyncio.run in scripted time, and a function that keeps the event loop busy for so many seconds of it."""
+    selector = Scripted()
+    monkeypatch.setattr(time, "monotonic", lambda: selector.now)
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        yield runner.run, lambda seconds: setattr(selector, "now", selector.now + seconds)
+
+
+def test_a_clock_books_each_second_to_its_phase_the_others_to_rest_and_those_of_an_eval_to_none(scripted):
+    """1 and 2 s of update, 3 of an eval, 1 between: a step of 4 s, 1 of it rest; the next one begins at nothing."""
+    run, busy = scripted
+
     async def scenario():
         clock = Clock(5)
         async with clock("update", "it"):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(1)
         with clock.timing("eval"):
-            time.sleep(0.3)
-        time.sleep(0.1)
+            busy(3)
+        busy(1)
         async with clock("update", "it"):
-            time.sleep(0.2)
+            busy(2)
         return clock.take(), clock.take()
 
-    first, second = asyncio.run(scenario())
-    assert first == pytest.approx(dict.fromkeys(first, 0) | {"update_seconds": 0.3, "rest_seconds": 0.1, "step_seconds": 0.4}, abs=0.05)
-    assert second == pytest.approx(dict.fromkeys(first, 0), abs=0.05)
-    for row in (first, second):
-        assert_phases_add_up(row)
+    first, second = run(scenario())
+    assert first == pytest.approx(dict.fromkeys(first, 0) | {"update_seconds": 3, "rest_seconds": 1, "step_seconds": 4})
+    assert second == dict.fromkeys(first, 0)
 
 
-def test_the_loop_books_what_a_step_waits_for_where_it_waits(tmp_path):
-    """In units of 0.2 s, two groups a step. Group 0 takes 2, group 1 takes 1: of 2 to generate, 1 is the wait for the head of the line. Logprobs take 1, the update 2, so
+def test_the_loop_books_what_a_step_waits_for_where_it_waits(scripted, tmp_path):
+    """In seconds, two groups a step. Group 0 takes 2, group 1 takes 1: of 2 to generate, 1 is the wait for the head of the line. Logprobs take 1, the update 2, so
     groups 2 and 3, which take 6, are awaited 1 before the publish, which takes 1. Eval, checkpoint and pictures, 3 each, are in no step; release takes 1: rest of the step after it."""
-    unit, takes = 0.2, [2, 1, 6, 6]
+    (run, busy), takes = scripted, [2, 1, 6, 6]
 
     def rollouts(n: int) -> Group:
         made = [Trajectory(rollout=2 * n + i, group=n, reward=float(i)) for i in (0, 1)]
@@ -299,54 +319,54 @@ def test_the_loop_books_what_a_step_waits_for_where_it_waits(tmp_path):
         return Group(n, {}, rollouts=[[trajectory] for trajectory in made])
 
     async def run_group(n: int, prompt: dict) -> Group:
-        await asyncio.sleep(unit * takes.pop(0))
+        await asyncio.sleep(takes.pop(0))
         return rollouts(n)
 
     class SlowPool(Pool):
         def release(self, *args):
-            time.sleep(unit)
+            busy(1)
             super().release(*args)
 
     class SlowLog(Log):
         def plot(self):
-            time.sleep(3 * unit)
+            busy(3)
 
     class Trainer:
         async def logprobs(self, batch):
-            await asyncio.sleep(unit)
+            await asyncio.sleep(1)
             return batch.behaviour_logprobs
 
         async def update(self, batch, loss):
-            await asyncio.sleep(2 * unit)
+            await asyncio.sleep(2)
             return dict.fromkeys(("mismatch_weight", "mismatch_weight_squared", "mismatch_cut_frac", "mismatch_kl", "grad_norm"), 0.0)
 
         async def save(self, path, extra, pool):
-            await asyncio.sleep(3 * unit)
+            await asyncio.sleep(3)
 
         async def export(self, path):
             path.mkdir(exist_ok=True)
 
     class Everything(Parts):
         async def run_groups(self, prompts, *_):
-            await asyncio.sleep(3 * unit)
+            await asyncio.sleep(3)
             return [rollouts(n) for n, _ in prompts]
 
         async def publish(self, version):
-            await asyncio.sleep(unit)
+            await asyncio.sleep(1)
 
     async def scenario():
         cfg = Config(steps=2, eval_every=1, eval_samples=0, checkpoint_every=1, generator=GeneratorConfig(prompts_per_step=2, group_size=2))
         pool = SlowPool(PromptStream([{"prompt": str(n)} for n in range(4)], 0), run_group, 2, max_staleness=1, wanted=4)
         log = SlowLog(cfg, tmp_path, 0)
-        time.sleep(unit)                                   # before the loop: no part of it
+        busy(1)                                            # before the loop: no part of it
         await train_loop(cfg, Everything(Trainer(), [None], [None], None, cfg.generator), pool, [{"prompt": "0"}], log, 0, 1.0)
         return log.rows
 
-    rows = asyncio.run(scenario())
+    rows = run(scenario())
     expected = [dict(generate=1, wait=2, samples=0, logprobs=1, update=2, publish=1, rest=0, step=7), dict(generate=0, wait=0, samples=0, logprobs=1, update=2, publish=1, rest=1, step=5)]
-    for row, units in zip(rows, expected, strict=True):
+    for row, seconds in zip(rows, expected, strict=True):
         assert_phases_add_up(row)
-        assert {phase: row[f"{phase}_seconds"] / unit for phase in units} == pytest.approx(units, abs=0.5)
+        assert {phase: row[f"{phase}_seconds"] for phase in seconds} == pytest.approx(seconds)
 
 
 def test_rows_of_an_older_run_lack_phases_and_the_terminal_shows_them_all_the_same(tmp_path):
