@@ -591,13 +591,13 @@ async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log:
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             batch = collate(rollouts, aggregation, cfg.generator.temperature, cfg.trainer.minibatches, cfg.losses.mask_truncated, version)
             batch.rollout_rewards = shape_rewards(batch, cfg.estimation, cfg.generator.context_length)   # [R]
-        async with clock("logprobs", f"logprobs from the trainer, step {version + 1}"):
+        async with clock("logprobs", f"the trainer, step {version + 1}: logprobs"):
             batch.old_logprobs = await trainer.logprobs(batch)                    # [B, T]  pi_old, the trainer's view of mu's tokens
             if cfg.reference:
                 batch.ref_logprobs, batch.kl_scale = await trainer.ref_logprobs(batch), kl_scale   # [B, T]
             if method.critic:
                 batch.values = await trainer.values(batch)                        # [B, T]
-        async with clock("update", f"the trainer's update, step {version + 1}"):
+        async with clock("update", f"the trainer, step {version + 1}: update"):
             batch.advantages = method(batch, cfg.estimation)                      # [B, T]
             metrics = await trainer.update(batch, cfg.losses.loss)                # losses.py, backward, optimizer steps
             if method.critic:
