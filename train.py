@@ -588,8 +588,7 @@ async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log:
         async with clock("generate", partial(parts.waiting_for, pool)):
             groups = await parts.guarded(pool.take(cfg.generator.prompts_per_step), version)   # none started more than max_staleness publishes ago
         async with clock("samples", f"the batch of step {version + 1}"):          # from here on the pool's next groups are generated meanwhile
-            rollouts = [rollout for group in groups for rollout in group.rollouts]
-            batch = collate(rollouts, aggregation, cfg.generator.temperature, cfg.trainer.minibatches, cfg.losses.mask_truncated, version)
+            batch = collate([rollout for group in groups for rollout in group.rollouts], aggregation, cfg.generator.temperature, cfg.trainer.minibatches, cfg.losses.mask_truncated, version)
             batch.rollout_rewards = shape_rewards(batch, cfg.estimation, cfg.generator.context_length)   # [R]
         async with clock("logprobs", f"the trainer, step {version + 1}: logprobs"):
             batch.old_logprobs = await trainer.logprobs(batch)                    # [B, T]  pi_old, the trainer's view of mu's tokens
@@ -604,7 +603,7 @@ async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log:
                 batch.returns = value_targets(batch, cfg.estimation)              # [B, T]
                 metrics |= await trainer.update(batch, "value")
             if cfg.reference:
-                kl_scale = adapt_kl_scale(kl_scale, metrics["ref_kl"], len(rollouts), cfg.losses)
+                kl_scale = adapt_kl_scale(kl_scale, metrics["ref_kl"], len(batch.raw_rewards), cfg.losses)
         if not cfg.generator.partial_rollout:
             async with clock("wait", partial(parts.waiting_for, pool)):
                 await pool.drained(parts.stalled)                                 # rollouts end under the weights they began with
