@@ -10,6 +10,7 @@ It knows no model and no engine from inside. Read `loop` first: one training ste
 import asyncio
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -19,8 +20,8 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -584,28 +585,29 @@ async def start(cfg: Config, plan: Plan) -> Parts:
 async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log: "Log", first: int, kl_scale: float) -> None:
     """One training step, a phase a line. version = batches trained = publishes = what vLLM samples with."""
     trainer, clock, aggregation, method = parts.trainer, log.clock, AGGREGATIONS[cfg.losses.aggregation], ESTIMATORS[cfg.estimator]
+    clock.take()                                                                  # the first step begins here, each other with the row before it
     for version in range(first, cfg.steps):
-        clock.take()                                                              # evals and checkpoints are no part of a step
-        async with clock("generation", partial(parts.waiting_for, pool)):
+        async with clock("generate", partial(parts.waiting_for, pool)):
             groups = await parts.guarded(pool.take(cfg.generator.prompts_per_step), version)   # none started more than max_staleness publishes ago
-        async with clock("train", f"the trainer, step {version + 1}"):            # meanwhile the pool's next groups are generated
-            rollouts = [rollout for group in groups for rollout in group.rollouts]
-            batch = collate(rollouts, aggregation, cfg.generator.temperature, cfg.trainer.minibatches, cfg.losses.mask_truncated, version)
+        async with clock("samples", f"the batch of step {version + 1}"):          # from here on the pool's next groups are generated meanwhile
+            batch = collate([rollout for group in groups for rollout in group.rollouts], aggregation, cfg.generator.temperature, cfg.trainer.minibatches, cfg.losses.mask_truncated, version)
             batch.rollout_rewards = shape_rewards(batch, cfg.estimation, cfg.generator.context_length)   # [R]
+        async with clock("logprobs", f"the trainer, step {version + 1}: logprobs"):
             batch.old_logprobs = await trainer.logprobs(batch)                    # [B, T]  pi_old, the trainer's view of mu's tokens
             if cfg.reference:
                 batch.ref_logprobs, batch.kl_scale = await trainer.ref_logprobs(batch), kl_scale   # [B, T]
             if method.critic:
                 batch.values = await trainer.values(batch)                        # [B, T]
-                batch.returns = value_targets(batch, cfg.estimation)              # [B, T]
+        async with clock("update", f"the trainer, step {version + 1}: update"):
             batch.advantages = method(batch, cfg.estimation)                      # [B, T]
             metrics = await trainer.update(batch, cfg.losses.loss)                # losses.py, backward, optimizer steps
             if method.critic:
+                batch.returns = value_targets(batch, cfg.estimation)              # [B, T]
                 metrics |= await trainer.update(batch, "value")
             if cfg.reference:
-                kl_scale = adapt_kl_scale(kl_scale, metrics["ref_kl"], len(rollouts), cfg.losses)
+                kl_scale = adapt_kl_scale(kl_scale, metrics["ref_kl"], len(batch.raw_rewards), cfg.losses)
         if not cfg.generator.partial_rollout:
-            async with clock("drain", partial(parts.waiting_for, pool)):
+            async with clock("wait", partial(parts.waiting_for, pool)):
                 await pool.drained(parts.stalled)                                 # rollouts end under the weights they began with
         async with clock("publish", f"version {version + 1} to be published"):
             await parts.publish(version + 1)                                      # from here on vLLM samples the new weights
@@ -668,35 +670,47 @@ async def consistency(cfg: Config, parts: Parts, sampled: list[Group], most: int
 
 
 # ---------------------------------------------------------------------------------------------------- what is written down
+PHASES = ("generate", "wait", "samples", "logprobs", "update", "publish", "rest")   # of a step: fields <phase>_seconds of its row, which add up to step_seconds
+
+
 class Clock:
-    """`async with clock("train", what):` waits for `what`, and adds its seconds to that phase; `take` hands them out and starts anew."""
+    """Where a step's seconds go: `async with clock("update", what):` waits for `what`, and adds the seconds to that phase.
+
+    A step lasts from one `take` to the next. `rest` is what no phase timed: after a row is made, the log, the rollouts file and
+    release are the next row's rest. What is timed under a name that is no phase (eval, checkpoint) is no part of the step.
+    """
 
     def __init__(self, deadline: float):
         self.seconds, self.began, self.deadline = Counter(), time.monotonic(), deadline
 
     @asynccontextmanager
     async def __call__(self, phase: str, what: str | Callable[[], Awaitable[str]]) -> AsyncIterator[None]:
+        with self.timing(phase):
+            async with waiting(what, self.deadline):
+                yield
+
+    @contextmanager
+    def timing(self, phase: str) -> Iterator[None]:
         start = time.monotonic()
-        async with waiting(what, self.deadline):
-            yield
+        yield
         self.seconds[phase] += time.monotonic() - start
 
     def take(self) -> dict[str, float]:
+        """Seconds of each phase and of the step; the next step begins now."""
         now = time.monotonic()
-        out = {f"{phase}_seconds": s for phase, s in self.seconds.items()} | {"step_seconds": now - self.began}
+        self.seconds["rest"] = now - self.began - self.seconds.total()
+        seconds = {f"{phase}_seconds": self.seconds[phase] for phase in PHASES}
         self.seconds, self.began = Counter(), now
-        return out
+        return seconds | {"step_seconds": sum(seconds.values())}
 
 
 class Log:
-    """runs/<name>/: config.json, metrics.jsonl, reward.png, tensorboard/, rollouts/, checkpoints/<version>/, hf/; and the terminal."""
+    """runs/<name>/: config.json, metrics.jsonl, reward.png, staleness.png, time.png, time.txt, tensorboard/, rollouts/, checkpoints/<version>/; and the terminal."""
 
     COLUMNS = {                        # metric -> (heading, format) of the terminal's table
         "step": ("step", "{:.0f}"), "reward": ("reward", "{:.3f}"), "staleness_mean": ("stale", "{:.2f}"), "staleness_max": ("max stale", "{:.0f}"), "mismatch_kl": ("mismatch kl", "{:.1e}"),
         "ess_frac": ("ess", "{:.3f}"), "grad_norm": ("grad norm", "{:.2f}"), "tokens_per_second": ("tokens/s", "{:.0f}"),
-        "generation_seconds": ("generate s", "{:.2f}"), "train_seconds": ("train s", "{:.2f}"), "drain_seconds": ("drain s", "{:.2f}"),
-        "publish_seconds": ("publish s", "{:.2f}"),
-        "step_seconds": ("step s", "{:.2f}")}
+    } | {f"{phase}_seconds": (f"{phase} s", "{:.2f}") for phase in (*PHASES[:-1], "step")}
 
     def __init__(self, cfg: Config, directory: Path, first: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -719,11 +733,11 @@ class Log:
             self.live.start()
 
     def table(self) -> Table:
-        table = Table(title=f"{self.directory}  step {self.rows[-1]['step'] if self.rows else 0} of {self.cfg.steps}", title_justify="left")
+        table = Table(padding=0, title=f"{self.directory}  step {self.rows[-1]['step'] if self.rows else 0} of {self.cfg.steps}", title_justify="left")
         for heading, _ in self.COLUMNS.values():
             table.add_column(heading, justify="right")
         for row in [r for r in self.rows if "reward" in r][-12:]:
-            table.add_row(*[form.format(row[name]) for name, (_, form) in self.COLUMNS.items()])
+            table.add_row(*[form.format(row.get(name, math.nan)) for name, (_, form) in self.COLUMNS.items()])   # rows of an older run lack some
         return table
 
     def write(self, row: dict) -> None:
@@ -743,14 +757,16 @@ class Log:
             shown = "  ".join(f"{name.removeprefix('eval/')} {value:.1e}" if "gap" in name else f"{name.removeprefix('eval/')} {value:.3f}" for name, value in row.items() if name.startswith("eval/") and isinstance(value, float))
             to = self.live.console if self.live else console
             to.print(f"[bold]eval of version {row['eval/version']}[/], {row['eval/prompts']} held-out prompts: {shown}", soft_wrap=True)
-            self.plot()
+            with self.clock.timing("eval"):
+                self.plot()
 
     def row(self, batch: Batch, groups: list[Group], pool: Pool, metrics: dict, restarts: int) -> dict:
         """The metrics of one step; batch.version is that of the weights before it, the row carries the one after it."""
         response, version = batch.response_mask, batch.version
         staleness = version - batch.policy_versions[response]                       # [N] in publishes
         gap = (batch.old_logprobs - batch.behaviour_logprobs)[response][staleness == 0].abs()   # nats, where trainer and engine had the same weights
-        seconds = {"generation_seconds": 0.0, "train_seconds": 0.0, "drain_seconds": 0.0, "publish_seconds": 0.0} | self.clock.take()
+        self.clock.seconds.update(generate=-pool.head_seconds, wait=pool.head_seconds)          # adds: behind a straggler, `take` waits for the head of the line
+        seconds = self.clock.take()
         infos = [segments[-1].info for g in groups for segments in g.rollouts]
         rewards, tokens = batch.raw_rewards, int(response.sum())
         weight, squared = metrics.pop("mismatch_weight"), metrics.pop("mismatch_weight_squared")
@@ -761,7 +777,7 @@ class Log:
             "staleness_mean": staleness.float().mean().item(), "staleness_max": staleness.max().item(),
             "rollouts": len(rewards), "response_tokens": tokens, "response_length": tokens / len(rewards), "tokens_per_second": tokens / seconds["step_seconds"],
             "pass_rate": sum(before) / len(before), "ess_frac": weight ** 2 / squared if squared else 0.0,
-            "engine_restarts": restarts, "head_of_line_seconds": pool.head_seconds, "dropped_groups": pool.dropped_groups,
+            "engine_restarts": restarts, "dropped_groups": pool.dropped_groups,
         } | {f"dropped/{reason}": n for reason, n in pool.dropped.items()} | metrics | seconds
         row |= {"logprob_gap_max": gap.max().item(), "logprob_gap_mean": gap.mean().item()} if len(gap) else {}
         row |= {f"age{age}/tokens": int(n) for age, n in enumerate(torch.bincount(staleness.long())) if n}
@@ -889,7 +905,7 @@ async def run(cfg: Config, plan: Plan, directory: Path) -> None:
             await asyncio.wait([*rest, *[asyncio.ensure_future(e.stop.remote()) for e in parts.engines]], timeout=10)
         finally:
             ray.shutdown()
-    console.print(f"done: {directory}/ has reward.png, staleness.png, metrics.jsonl, tensorboard/, rollouts/, checkpoints/, best/ and hf/ (transformers and vLLM load both)")
+    console.print(f"done: {directory}/ has reward.png, staleness.png, time.png, time.txt, metrics.jsonl, tensorboard/, rollouts/, checkpoints/, best/ and hf/ (transformers and vLLM load both)")
 
 
 def from_dict(cls, values: dict):

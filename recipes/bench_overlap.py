@@ -26,7 +26,7 @@ from estimators import ESTIMATORS, collate  # noqa: E402
 from generator import read_prompts  # noqa: E402
 from losses import AGGREGATIONS  # noqa: E402
 from recipes.bench_pool import table  # noqa: E402
-from train import Config, Log, Parts, loop, make_pool, parse, quiet, resolve, start, start_ray  # noqa: E402
+from train import PHASES, Config, Log, Parts, loop, make_pool, parse, quiet, resolve, start, start_ray  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ async def step(cfg: Config, parts: Parts, bench: Bench, staleness: int) -> dict[
         await loop(cfg, parts, make_pool(cfg, parts, read_prompts(cfg.generator, "train"), 0), read_prompts(cfg.generator, "eval"), log, 0, 1.0)
         log.close()
         rows = [row for row in log.rows if "reward" in row][bench.warm:]
-    return {name: statistics.median(row[name] for row in rows) for name in ("step_seconds", "generation_seconds", "train_seconds", "drain_seconds", "publish_seconds")}
+    return {name: statistics.median(row[name] for row in rows) for name in ("step_seconds", *(f"{phase}_seconds" for phase in PHASES))}
 
 
 async def main(bench: Bench) -> None:
@@ -102,10 +102,10 @@ async def main(bench: Bench) -> None:
     rows = [{"what": "generation alone", "step_seconds": alone}, {"what": "training alone", "step_seconds": trained}]
     rows += [{"what": what} | await step(cfg, parts, bench, k) for what, k in (("synchronous step, --max-staleness 0", 0), ("asynchronous step, --max-staleness 1", 1))]
     for row in rows:
-        row |= {"larger": row["step_seconds"] / max(alone, trained), "sum": row["step_seconds"] / (alone + trained)} | {name: row.get(name, 0.0) for name in ("drain_seconds", "publish_seconds")}
+        row |= {"larger": row["step_seconds"] / max(alone, trained), "sum": row["step_seconds"] / (alone + trained)} | {name: row.get(name, 0.0) for name in ("wait_seconds", "publish_seconds")}
     Console(width=120).print(table("Seconds, medians", rows, {
         "what": ("", "{}"), "step_seconds": ("seconds", "{:.3f}"), "larger": ("/ larger of the two", "{:.2f}"), "sum": ("/ their sum", "{:.2f}"),
-        "drain_seconds": ("drain", "{:.3f}"), "publish_seconds": ("publish", "{:.3f}")}))
+        "wait_seconds": ("wait", "{:.3f}"), "publish_seconds": ("publish", "{:.3f}")}))
     await asyncio.wait([asyncio.ensure_future(e.stop.remote()) for e in parts.engines], timeout=10)
     ray.shutdown()
 

@@ -138,3 +138,55 @@ def test_a_chat_agent_learns_to_call_its_tool(name, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "runs/learns/metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward"] for row in rows if "reward" in row]
     assert len(rewards) == 24 and np.mean(rewards[-6:]) - np.mean(rewards[:6]) >= 0.1, rewards
+
+
+def timed(step: int, generate: float, update: float) -> dict:
+    """A row of a training step, as far as the pictures read it."""
+    return {"step": step, "reward": 0.5, "staleness_max": 0, "response_tokens": 1, "ess_frac": 1.0, "clip_frac": 0.0, "mismatch_cut_frac": 0.0,
+            "generate_seconds": generate, "update_seconds": update, "rest_seconds": 1.0, "step_seconds": generate + update + 1}
+
+
+def test_bars_of_time_stack_the_phases_and_are_means_of_neighbours_where_there_are_many():
+    """Step n: n s to generate, 2 of update, 1 of rest. 5 steps, at most 3 bars: steps 1 and 2, 3 and 4, and 5 alone; as many bars as steps up to 5."""
+    from recipes.plot import plt, time_bars
+
+    rows = [timed(n, n, 2.0) for n in range(1, 6)]
+    for most, left, width, generate in ((3, [0.5, 2.5, 4.5], [2, 2, 1], [1.5, 3.5, 5]), (5, [0.5, 1.5, 2.5, 3.5, 4.5], [1] * 5, [1, 2, 3, 4, 5])):
+        figure, axes = plt.subplots()
+        time_bars(axes, rows, [0, 4], most)
+        bars = {c.get_label(): [(b.get_x(), b.get_width(), b.get_y(), b.get_height()) for b in c] for c in axes.containers}
+        assert bars == {"generate": [(x, w, 0, g) for x, w, g in zip(left, width, generate)], "update": [(x, w, g, 2) for x, w, g in zip(left, width, generate)],
+                        "rest": [(x, w, g + 2, 1) for x, w, g in zip(left, width, generate)]}
+        assert [line.get_xdata()[0] for line in axes.lines] == [0.5, 4.5] and axes.get_xlim() == (0.5, 5.5)
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == ["rest", "update", "generate", "eval"] and axes.get_ylim()[1] == pytest.approx(1.05 * 8)
+        plt.close(figure)
+
+
+def test_a_bar_of_many_times_the_median_does_not_flatten_the_others():
+    """Steps of 4, 4 and 100 s: the axis ends at 16."""
+    from recipes.plot import plt, time_bars
+
+    figure, axes = plt.subplots()
+    time_bars(axes, [timed(1, 1, 2), timed(2, 1, 2), timed(3, 97, 2)], [])
+    assert axes.get_ylim() == (0, 16)
+    plt.close(figure)
+
+
+def test_the_table_of_time_has_median_mean_and_shares_that_sum_to_100():
+    """Steps of 1 + 2 + 1, 2 + 2 + 1 and 9 + 2 + 1 s: 21 in all, 12 of them to generate, 6 of update, 3 of rest."""
+    from recipes.plot import time_table
+
+    heading, _, names, *lines = time_table([timed(3, 1, 2), timed(4, 2, 2), timed(5, 9, 2)], "mine").splitlines()
+    assert heading.startswith("mine: 3 steps, 3 to 5;") and names.split() == ["phase", "median", "s", "mean", "s", "share", "%"]
+    assert [line.split() for line in lines] == [["generate", "2.000", "4.000", "57.1"], ["update", "2.000", "2.000", "28.6"], ["rest", "1.000", "1.000", "14.3"], ["step", "5.000", "7.000", "100.0"]]
+
+
+def test_the_pictures_of_a_run_whose_first_rows_are_of_an_older_version_time_the_others(tmp_path):
+    """From the command line, as a user draws them: two rows with other phases, then two of ours and a line cut short."""
+    old = [{name: value for name, value in timed(step, 1, 2).items() if not name.endswith("_seconds")} | {"train_seconds": 5.0, "step_seconds": 6.0} for step in (1, 2)]
+    (tmp_path / "config.json").write_text(json.dumps({"estimator": "grpo", "model": "recipes/tiny", "seed": 0, "generator": {"max_staleness": 1}}))
+    for rows, files in ((old, ["reward.png", "staleness.png"]), (old + [timed(3, 1, 2), timed(4, 2, 2)], ["reward.png", "staleness.png", "time.png", "time.txt"])):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 5')
+        done = subprocess.run([sys.executable, str(ROOT / "recipes/plot.py"), str(tmp_path)], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and sorted(p.name for p in tmp_path.glob("*.[pt][nx][gt]")) == files, done.stderr
+    assert (tmp_path / "time.txt").read_text().startswith(f"{tmp_path.name}: 2 steps, 3 to 4;")

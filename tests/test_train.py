@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import selectors
 import signal
 import socket
 import subprocess
@@ -18,12 +19,15 @@ import numpy as np
 import pytest
 import ray
 import torch
+from rich.console import Console
 
+from agent import Trajectory
 from estimators import ESTIMATORS, EstimatorConfig
-from generator import GeneratorConfig
+from generator import GeneratorConfig, Group, Pool, PromptStream
 from losses import LossConfig
 from recipes import arithmetic
-from train import Config, Log, Parts, check_shared_memory, finished_checkpoints, from_dict, make_pool, make_trainer, parse, read_rows, resolve, waiting
+from recipes.plot import phases
+from train import PHASES, Clock, Config, Log, Parts, check_shared_memory, finished_checkpoints, from_dict, make_pool, make_trainer, parse, read_rows, resolve, waiting
 from train import loop as train_loop
 from trainer import TrainerConfig
 
@@ -256,6 +260,123 @@ def test_a_timeout_from_inside_a_wait_keeps_its_own_words():
         asyncio.run(scenario())
 
 
+# ---------------------------------------------------------------------------------------------------- where the time goes
+def assert_phases_add_up(row: dict) -> None:
+    assert phases(row) == list(PHASES)                     # no other field has such a name: the picture would count it
+    assert min(row[f"{phase}_seconds"] for phase in PHASES) >= 0
+    assert sum(row[f"{phase}_seconds"] for phase in PHASES) == pytest.approx(row["step_seconds"], abs=1e-6)
+
+
+class Scripted(selectors.DefaultSelector):
+    """Of an event loop whose time is `now`: it passes only where somebody sleeps, and at once."""
+
+    now = 0.0
+
+    def select(self, timeout=None):
+        self.now += timeout or 0
+        return super().select(0)
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """(run, busy): asyncio.run in scripted time, and a function that keeps the event loop busy for so many seconds of it."""
+    selector = Scripted()
+    monkeypatch.setattr(time, "monotonic", lambda: selector.now)
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        yield runner.run, lambda seconds: setattr(selector, "now", selector.now + seconds)
+
+
+def test_a_clock_books_each_second_to_its_phase_the_others_to_rest_and_those_of_an_eval_to_none(scripted):
+    """1 and 2 s of update, 3 of an eval, 1 between: a step of 4 s, 1 of it rest; the next one begins at nothing."""
+    run, busy = scripted
+
+    async def scenario():
+        clock = Clock(5)
+        async with clock("update", "it"):
+            await asyncio.sleep(1)
+        with clock.timing("eval"):
+            busy(3)
+        busy(1)
+        async with clock("update", "it"):
+            busy(2)
+        return clock.take(), clock.take()
+
+    first, second = run(scenario())
+    assert first == pytest.approx(dict.fromkeys(first, 0) | {"update_seconds": 3, "rest_seconds": 1, "step_seconds": 4})
+    assert second == dict.fromkeys(first, 0)
+
+
+def test_the_loop_books_what_a_step_waits_for_where_it_waits(scripted, tmp_path):
+    """In seconds, two groups a step. Group 0 takes 2, group 1 takes 1: of 2 to generate, 1 is the wait for the head of the line. Logprobs take 1, the update 2, so
+    groups 2 and 3, which take 6, are awaited 1 before the publish, which takes 1. Eval, checkpoint and pictures, 3 each, are in no step; release takes 1: rest of the step after it."""
+    (run, busy), takes = scripted, [2, 1, 6, 6]
+
+    def rollouts(n: int) -> Group:
+        made = [Trajectory(rollout=2 * n + i, group=n, reward=float(i)) for i in (0, 1)]
+        for trajectory in made:
+            trajectory.extend([5])
+            trajectory.extend([6], [-1.0], [0])
+        return Group(n, {}, rollouts=[[trajectory] for trajectory in made])
+
+    async def run_group(n: int, prompt: dict) -> Group:
+        await asyncio.sleep(takes.pop(0))
+        return rollouts(n)
+
+    class SlowPool(Pool):
+        def release(self, *args):
+            busy(1)
+            super().release(*args)
+
+    class SlowLog(Log):
+        def plot(self):
+            busy(3)
+
+    class Trainer:
+        async def logprobs(self, batch):
+            await asyncio.sleep(1)
+            return batch.behaviour_logprobs
+
+        async def update(self, batch, loss):
+            await asyncio.sleep(2)
+            return dict.fromkeys(("mismatch_weight", "mismatch_weight_squared", "mismatch_cut_frac", "mismatch_kl", "grad_norm"), 0.0)
+
+        async def save(self, path, extra, pool):
+            await asyncio.sleep(3)
+
+        async def export(self, path):
+            path.mkdir(exist_ok=True)
+
+    class Everything(Parts):
+        async def run_groups(self, prompts, *_):
+            await asyncio.sleep(3)
+            return [rollouts(n) for n, _ in prompts]
+
+        async def publish(self, version):
+            await asyncio.sleep(1)
+
+    async def scenario():
+        cfg = Config(steps=2, eval_every=1, eval_samples=0, checkpoint_every=1, save_rollouts=False, generator=GeneratorConfig(prompts_per_step=2, group_size=2))
+        pool = SlowPool(PromptStream([{"prompt": str(n)} for n in range(4)], 0), run_group, 2, max_staleness=1, wanted=4)
+        log = SlowLog(cfg, tmp_path, 0)
+        busy(1)                                            # before the loop: no part of it
+        await train_loop(cfg, Everything(Trainer(), [None], [None], None, cfg.generator), pool, [{"prompt": "0"}], log, 0, 1.0)
+        return log.rows
+
+    rows = run(scenario())
+    expected = [dict(generate=1, wait=2, samples=0, logprobs=1, update=2, publish=1, rest=0, step=7), dict(generate=0, wait=0, samples=0, logprobs=1, update=2, publish=1, rest=1, step=5)]
+    for row, seconds in zip(rows, expected, strict=True):
+        assert_phases_add_up(row)
+        assert {phase: row[f"{phase}_seconds"] for phase in seconds} == pytest.approx(seconds)
+
+
+def test_rows_of_an_older_run_lack_phases_and_the_terminal_shows_them_all_the_same(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.25, "train_seconds": 1.0}) + "\n")
+    console = Console(width=140)
+    with console.capture() as shown:
+        console.print(Log(Config(), tmp_path, 1).table())
+    assert re.search(r"1│ 0.250│ .*nan", shown.get()), shown.get()
+
+
 # ---------------------------------------------------------------------------------------------------- what breaks
 def test_a_group_whose_worker_dies_while_an_engine_is_broken_holds_up_no_drain():
     """The worker dies first; when it is back an engine is broken, which only the publish behind the drain mends: the group counts as one that waits for an engine."""
@@ -329,6 +450,8 @@ def two_steps(loop, stack, directory: Path, flags: list[str]) -> list[dict]:
     loop.run_until_complete(train())
     rows = metrics(directory)
     assert [row["version"] for row in rows] == [1, 2] and "eval/greedy" in rows[-1]
+    for row in rows:
+        assert_phases_add_up(row)
     return rows
 
 
@@ -399,14 +522,14 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
     assert [r["eval/version"] for r in evals] == [0, 65, 130]
     steps = [r for r in rows if "reward" in r]
     assert [r["version"] for r in steps] == list(range(1, 131))
-    for name in ("staleness_mean", "staleness_max", "mismatch_kl", "pass_rate", "head_of_line_seconds", "grad_norm", "tokens_per_second", "generation_seconds", "train_seconds", "publish_seconds", "step_seconds"):
+    for name in ("staleness_mean", "staleness_max", "mismatch_kl", "pass_rate", "grad_norm", "tokens_per_second", "step_seconds", *(f"{phase}_seconds" for phase in PHASES)):
         assert all(name in r for r in steps), name
     assert max(r["eval/logprob_gap_max"] for r in evals) <= 1e-4
     assert steps[0]["staleness_max"] == 0 and {r["staleness_max"] for r in steps[1:]} == {1} and all(r["ess_frac"] > 0.9 for r in steps)
     assert all(sum(r.get(f"age{age}/tokens", 0) for age in (0, 1)) == r["response_tokens"] for r in steps)
     best = max(evals, key=lambda r: r["eval/greedy"])
     assert json.loads((directory / "best/eval.json").read_text())["eval/version"] == best["eval/version"]
-    for name in ("config.json", "reward.png", "staleness.png", "tensorboard", "best/model.safetensors", "rollouts/000130.npz", "checkpoints/000130/run.json", "hf/model.safetensors", "hf/tokenizer.json"):
+    for name in ("config.json", "reward.png", "staleness.png", "time.png", "time.txt", "tensorboard", "best/model.safetensors", "rollouts/000130.npz", "checkpoints/000130/run.json", "hf/model.safetensors", "hf/tokenizer.json"):
         assert (directory / name).exists(), name
     assert "WARNING" not in output and "Traceback" not in output and len(output.splitlines()) < 80, output
 
