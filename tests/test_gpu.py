@@ -294,7 +294,7 @@ def test_smollm2_reaches_030_on_chain_sum_within_five_minutes_on_one_gpu(seen, r
 def make_model(kind: str, path: Path, tiny: bool) -> None:
     """Random weights in bfloat16 (tiny: float32) under the embedded policy's tokenizer: Qwen3-0.6B's shape with a tied head or one of its own, or 1.2B in 32 experts,
     with `ties` under routers whose rows are nearly one row: scores of about 0.6 that lie about 0.004 apart, the step of a bfloat16 there; with `corrected` GLM-4's mixture,
-    whose routers add a correction to the scores that they choose by. `repeats`: the layers add little to a token's embedding, which a tied head finds again."""
+    whose routers add a correction to the scores that they choose by. `repeats`: embeddings are large beside what the layers add, so that the tied head finds the last token again, at the real size with a probability of about 0.6."""
     from transformers import AutoTokenizer, Glm4MoeConfig, Glm4MoeForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     if kind == "vision":               # vLLM's Qwen2.5-VL imports torchvision
@@ -319,14 +319,12 @@ def make_model(kind: str, path: Path, tiny: bool) -> None:
             model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=kind != "dense", eos_token_id=258, dtype=dtype))
     for gate in (p for name, p in model.named_parameters() if kind == "ties" and name.endswith("mlp.gate.weight")):
         gate.data = gate[:1] + 0.05 * (gate - gate[:1]).detach()
-    for out in (p for name, p in model.named_parameters() if kind == "repeats" and name.endswith(("o_proj.weight", "down_proj.weight"))):
-        out.data.mul_(REPEATS)
+    if kind == "repeats":
+        model.model.embed_tokens.weight.data *= 80
+        model.model.norm.weight.data /= 80
     correct(model)
     model.to(dtype).save_pretrained(path)
     AutoTokenizer.from_pretrained(TINY).save_pretrained(path)
-
-
-REPEATS = 0.02
 
 
 def correct(model) -> None:
