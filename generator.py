@@ -457,6 +457,9 @@ class AgentWorker:
                     segments = await run_episode(self.agent(), prompt, self.tokenizer, generate, self.budget, rollout, index, self.vision)
                 else:
                     segments = await self._converse(prompt, generate, temperature, rollout, index)
+            for segment in segments:
+                if segment.routed_experts is not None:     # the largest array of a rollout: it goes from here to the trainer, not through the driver
+                    segment.routed_experts = ray.put(segment.routed_experts)
         except (ray.exceptions.RayActorError, EngineGone):     # the engine is gone: the run's matter, not this rollout's
             raise
         except Exception as error:                         # one agent's fault costs one rollout; it is counted and shown
@@ -470,9 +473,6 @@ class AgentWorker:
             return None, "prompt_too_long" if segments[0].truncated else "empty", None
         if segments[0].reward is None:
             return None, "unscored", None
-        for segment in segments:
-            if segment.routed_experts is not None:         # the largest array of a rollout: it goes from here to the trainer, not through the driver
-                segment.routed_experts = ray.put(segment.routed_experts)
         return segments, None, None
 
     async def _converse(self, prompt: dict, generate, temperature: float, rollout: int, index: int) -> list[Trajectory]:
