@@ -209,7 +209,7 @@ def resolve(cfg: Config) -> Plan:
         try:
             load_vision(model).check(config.image_token_id)
         except (ValueError, AttributeError) as error:                    # AttributeError: of a processor or a config that has no such id
-            raise ValueError(f"--model {cfg.model} reads images in a way that is not supported: {error} Choose another.") from None
+            raise ValueError(f"--model {cfg.model} reads images in a way that is not supported: {str(error).rstrip('.')}. Choose another.") from None
     if gen.context_length > limit:
         raise ValueError(f"--context-length {gen.context_length} is more than the {limit} positions of {cfg.model}; lower it.")
     shape = Shape.of(config)

@@ -64,11 +64,12 @@ AT_ONCE = 5                            # programs on a GPU, with 16 cores to eac
 class Programs:
     """Runs checks side by side: the longest first, each on the GPUs that have most room, with a Ray and a time limit of its own.
 
-    `ends[check]` is a future of its numbers. All numbers go to the report as they come, what is printed to a file for each check.
+    `ends[check]` is a future of its numbers. All numbers go to the report as they come, with the seconds at which each program began and ended; what is printed goes to a file for each check.
     """
 
     def __init__(self, checks: list[Check], report: Path, models: dict[str, Path], gpus: int, gb: float):
         self.report, self.models, self.device, self.numbers, self.running = report, models, "cuda" if gpus else "cpu", {}, set()
+        self.began, self.spans = time.monotonic(), {}      # seconds from here at which each program began and ended
         self.room, self.freed = {gpu: gb for gpu in range(gpus)}, threading.Condition()
         self.logs = report.with_suffix("")
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -81,15 +82,15 @@ class Programs:
         if check.kind in self.made:
             self.made[check.kind].result()
         try:
-            output = self.run(check)
-            self.numbers[str(check)] = json.loads(output.splitlines()[-1])
+            seen = json.loads(self.run(check).splitlines()[-1])
         except Exception as error:
-            self.numbers[str(check)] = {"error": str(error)}
+            seen = {"error": str(error)}
             raise
         finally:
             with self.freed:
-                self.report.write_text(json.dumps(self.numbers, indent=1))
-        return self.numbers[str(check)]
+                self.numbers[str(check)] = seen
+                self.report.write_text(json.dumps(self.numbers | {"seconds": self.spans}, indent=1))
+        return seen
 
     def run(self, check: Check) -> str:
         """What the check's program printed. Raises RuntimeError with the end of it when it fails or takes too long; then all it started is killed."""
@@ -106,6 +107,7 @@ class Programs:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             self.running.remove(process)
+            self.spans[str(check)] = round(began - self.began), round(time.monotonic() - self.began)
         output = log.read_text()
         if process.returncode:
             actors = [text for file in sorted(Path(own).glob("ray/session_latest/logs/worker*.err")) if "Error" in (text := file.read_text(errors="replace"))]
@@ -178,7 +180,7 @@ def seen(request, programs) -> dict:
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(3600)]               # a test waits for a program, which has a limit of its own
 
 
-@needs(*[Check("publishes", kind, 2, 420) for kind in ("tied", "dense", "experts", "corrected")], *[Check("publishes", kind, 1, 420, gb=42) for kind in ("tied", "dense", "experts")])
+@needs(*[Check("publishes", kind, 2, 420) for kind in ("tied", "dense", "experts", "corrected")], *[Check("publishes", kind, 1, 420, gb) for kind, gb in (("tied", 36), ("dense", 36), ("experts", 42))])
 def test_every_token_has_the_logprob_of_the_version_it_carries_over_20_publishes_in_flight(seen, rehearse):
     """64 answers in flight all the time, an update of all weights and a publish, 20 times; two GPUs: nccl, one: ipc.
 
@@ -194,7 +196,7 @@ def test_every_token_has_the_logprob_of_the_version_it_carries_over_20_publishes
     assert np.mean(seen["gap_mean"][-5:]) <= 1.5 * np.mean(seen["gap_mean"][:5]) + 1e-6
 
 
-@needs(Check("speculation", "repeats", 1, 420, gb=42, cpu=False))                # refused on a CPU: vLLM's sampler of drafts is wrong there
+@needs(Check("speculation", "repeats", 1, 420, 36, cpu=False))                # refused on a CPU: vLLM's sampler of drafts is wrong there
 def test_speculation_and_prefix_caching_leave_labels_and_logprobs_as_they_are_over_20_publishes_in_flight(seen):
     """The same with drafts from the text (n-gram, 3 tokens), by a model that repeats every other token: many drafts are accepted, and each token is in the band of the version it carries."""
     assert len(seen["gap_mean"]) == 21 and min(seen["tokens"]) >= 100 and seen["straddling"] >= 40
@@ -203,7 +205,7 @@ def test_speculation_and_prefix_caching_leave_labels_and_logprobs_as_they_are_ov
     assert np.median(seen["older_mean"]) > 3 * max(seen["gap_mean"])
 
 
-@needs(*[Check("sizes", kind, 2, 360, gb=40) for kind in ("tied", "dense", "experts")])
+@needs(*[Check("sizes", kind, 2, 360, 36) for kind in ("tied", "dense", "experts")])
 def test_every_size_has_one_ranks_logprobs_gradient_norm_and_weights(seen, rehearse):
     """Two ranks split each way, all at once on two GPUs, beside one rank: logprobs inside the band, gradient norms within 2 %, the export and
     what a publish sends bit by bit the original, names included; and an update after saving and loading is the update before."""
@@ -249,7 +251,7 @@ def test_the_critic_learns_and_the_reference_starts_where_the_policy_does(seen):
     assert seen["ref_gap"] == 0.0 and seen["memory_gb"] <= seen["rank_gb"]
 
 
-@needs(Check("replay", "ties", 1, 500, gb=42))
+@needs(Check("replay", "ties", 1, 500, 42))
 def test_replay_takes_the_experts_of_the_engine_and_closes_the_gap_that_near_ties_open(seen, rehearse):
     """32 rollouts of three turns, one version, an engine with CUDA graphs; the router's scores lie about a bfloat16 step apart. Every token but the last has a
     record, prefix-cached ones too (rollouts of a prompt share it, and each turn its history); replayed gates take exactly these, and the gap is that of a dense model."""
@@ -277,14 +279,14 @@ def test_an_engine_that_leaves_the_trainer_too_little_is_refused_before_anything
 
 
 @pytest.mark.long
-@needs(Check("quick_start", "tiny", 1, 500, gb=20))
+@needs(Check("quick_start", "tiny", 1, 500, 20))
 def test_the_quick_start_learns_on_one_gpu(seen):
     """`python train.py --estimator grpo` with nothing else than what lets it share its GPU with other checks: held-out greedy accuracy rises by 0.1 at least."""
     assert seen["greedy"][-1] >= seen["greedy"][0] + 0.1 and max(seen["gap_mean"]) <= MEAN
 
 
 @pytest.mark.long
-@needs(Check("smollm2", "smollm2", 1, 510, gb=70))                          # few beside it: it has a claim on time
+@needs(Check("smollm2", "smollm2", 1, 510, 70))                          # few beside it: it has a claim on time
 def test_smollm2_reaches_030_on_chain_sum_within_five_minutes_on_one_gpu(seen, rehearse):
     """recipes/smollm2.py, warm-up included; the model is models/smollm2, or what --smollm2 names."""
     assert rehearse or (max(seen["greedy"]) >= 0.30 and seen["seconds"] < 300 and max(seen["gap_mean"]) <= 0.08)    # larger logits than a random model's, so a wider band

@@ -358,7 +358,7 @@ def test_images_stay_in_flight_over_a_publish_and_each_token_is_of_the_version_i
     async def answers(name: str, limit: int) -> list:
         requests = []
         for i in range(24):
-            messages, files = take_images(ask(f"{name} {i}", "red", "blue"), vision)
+            messages, files = take_images(ask(f"{name} {i}", "r", "b"), vision)
             ids, images = vision.expand(tokenize(vision.processor.tokenizer, vision.processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)), files)
             requests.append((f"{name}-{i}", np.asarray(ids, np.int32), limit, [], images))
         rollouts = []
@@ -372,9 +372,9 @@ def test_images_stay_in_flight_over_a_publish_and_each_token_is_of_the_version_i
     async def scenario():
         await engine.__ray_call__.remote(lambda self: setattr(self, "output_kind", RequestOutputKind.DELTA))     # as with --partial-rollout
         await parts.publish(10)
-        for _ in range(2):                                 # the second, warm, says how long 40 tokens of each take
+        for n in range(2):                                 # the second, warm, says how long 40 tokens of each take
             began = time.monotonic()
-            before = await answers(f"w{began}", 40)
+            before = await answers(f"warm{n}", 40)
         seconds = time.monotonic() - began
         await update(cfg, parts, before)
         going = asyncio.ensure_future(answers("over", 300))
@@ -393,16 +393,14 @@ def test_images_stay_in_flight_over_a_publish_and_each_token_is_of_the_version_i
 
 def test_a_model_whose_images_cannot_be_trained_is_refused_before_anything_starts(tmp_path):
     """Gemma 3: its processor stands one id for an image, which it expands to others, and only these are read as pixels."""
-    from transformers import Gemma3Config, Gemma3ImageProcessor, Gemma3Processor
+    from transformers import Gemma3Config, Gemma3ImageProcessorPil, Gemma3Processor, PreTrainedTokenizerFast
 
-    tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]})
-    tokenizer.boi_token, tokenizer.image_token, tokenizer.eoi_token = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
-    tokenizer.boi_token_id, tokenizer.image_token_id = tokenizer.convert_tokens_to_ids(["<start_of_image>", "<image_soft_token>"])
+    marks = dict(boi_token="<start_of_image>", image_token="<image_soft_token>", eoi_token="<end_of_image>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer().backend_tokenizer, eos_token="<|im_end|>", extra_special_tokens=marks)
     tokenizer.chat_template = make_vision.TEMPLATE % "<start_of_image>"
     sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1)
     Gemma3Config(text_config=sizes | dict(vocab_size=len(tokenizer), head_dim=32, num_key_value_heads=1), vision_config=sizes, image_token_index=tokenizer.image_token_id).save_pretrained(tmp_path)
-    Gemma3Processor(Gemma3ImageProcessor(size={"height": 32, "width": 32}), tokenizer, image_seq_length=4).save_pretrained(tmp_path)
+    Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 32, "width": 32}), tokenizer, image_seq_length=4).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="not supported: its processor stands '<start_of_image>'.*want one id"):
         resolve(Config(model=str(tmp_path), device="cpu"))
 
