@@ -70,7 +70,7 @@ class Programs:
     def __init__(self, checks: list[Check], report: Path, models: dict[str, Path], gpus: int, gb: float):
         self.report, self.models, self.device, self.numbers, self.running = report, models, "cuda" if gpus else "cpu", {}, set()
         self.began, self.spans = time.monotonic(), {}      # seconds from here at which each program began and ended
-        self.room, self.freed = {gpu: gb for gpu in range(gpus)}, threading.Condition()
+        self.gb, self.room, self.freed, self.stopping = gb, {gpu: gb for gpu in range(gpus)}, threading.Condition(), False
         self.logs = report.with_suffix("")
         self.logs.mkdir(parents=True, exist_ok=True)
         self.pool = ThreadPoolExecutor(AT_ONCE * gpus or 1)
@@ -117,24 +117,29 @@ class Programs:
 
     @contextmanager
     def places(self, check: Check):
-        """The GPUs for a check, as CUDA_VISIBLE_DEVICES names them, once each has room for it."""
-        names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, self.room))).split(",")
+        """The GPUs for a check, as CUDA_VISIBLE_DEVICES names them, once each has room for it; one that wants more than a GPU has gets it alone."""
+        names, gb = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, self.room))).split(","), min(check.gb, self.gb)
         with self.freed:
-            self.freed.wait_for(lambda: sum(room >= check.gb for room in self.room.values()) >= check.gpus * bool(self.room))
+            self.freed.wait_for(lambda: self.stopping or sum(room >= gb for room in self.room.values()) >= check.gpus * bool(self.room))
+            if self.stopping:
+                raise RuntimeError(f"{check} was not started: the tests have ended")
             mine = sorted(self.room, key=lambda gpu: -self.room[gpu])[: check.gpus]
             for gpu in mine:
-                self.room[gpu] -= check.gb
+                self.room[gpu] -= gb
         try:
             yield [names[gpu] for gpu in mine]
         finally:
             with self.freed:
                 for gpu in mine:
-                    self.room[gpu] += check.gb
+                    self.room[gpu] += gb
                 self.freed.notify_all()
 
     def stop(self) -> None:
         """Kill what runs, start nothing more."""
         self.pool.shutdown(wait=False, cancel_futures=True)
+        with self.freed:
+            self.stopping = True
+            self.freed.notify_all()
         for process in list(self.running):
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -198,7 +203,7 @@ def test_every_token_has_the_logprob_of_the_version_it_carries_over_20_publishes
 
 @needs(Check("speculation", "repeats", 1, 420, 36, cpu=False))                # refused on a CPU: vLLM's sampler of drafts is wrong there
 def test_speculation_and_prefix_caching_leave_labels_and_logprobs_as_they_are_over_20_publishes_in_flight(seen):
-    """The same with drafts from the text (n-gram, 3 tokens), by a model that repeats every other token: many drafts are accepted, and each token is in the band of the version it carries."""
+    """The same with drafts from the text (n-gram, 3 tokens), by a model that repeats every other token: many drafts are accepted, and tokens are in the band of their version."""
     assert len(seen["gap_mean"]) == 21 and min(seen["tokens"]) >= 100 and seen["straddling"] >= 40
     assert seen["accepted"] > 0.2 * seen["drafted"] and seen["accepted"] > 0.05 * seen["sampled"]
     assert max(seen["gap_mean"]) <= MEAN and max(seen["gap_max"]) <= MOST
@@ -296,7 +301,8 @@ def test_smollm2_reaches_030_on_chain_sum_within_five_minutes_on_one_gpu(seen, r
 def make_model(kind: str, path: Path, tiny: bool) -> None:
     """Random weights in bfloat16 (tiny: float32) under the embedded policy's tokenizer: Qwen3-0.6B's shape with a tied head or one of its own, or 1.2B in 32 experts,
     with `ties` under routers whose rows are nearly one row: scores of about 0.6 that lie about 0.004 apart, the step of a bfloat16 there; with `corrected` GLM-4's mixture,
-    whose routers add a correction to the scores that they choose by. `repeats`: embeddings are large beside what the layers add, so that the tied head finds the last token again, at the real size with a probability of about 0.6."""
+    whose routers add a correction to the scores that they choose by. `repeats`: embeddings are large beside what the layers add, so that the tied head finds the last
+    token again, at the real size with a probability of about 0.6."""
     from transformers import AutoTokenizer, Glm4MoeConfig, Glm4MoeForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     if kind == "vision":               # vLLM's Qwen2.5-VL imports torchvision
@@ -313,8 +319,8 @@ def make_model(kind: str, path: Path, tiny: bool) -> None:
     torch.manual_seed(0)
     with torch.device("cpu" if tiny else "cuda"):
         if kind == "corrected":
-            model = Glm4MoeForCausalLM(Glm4MoeConfig(**shape | experts | dict(
-                num_hidden_layers=shape["num_hidden_layers"] // 4 + 2, n_routed_experts=experts["num_experts"], first_k_dense_replace=1, use_qk_norm=True, pad_token_id=None), tie_word_embeddings=False, eos_token_id=258, dtype=dtype))
+            shape |= experts | dict(num_hidden_layers=shape["num_hidden_layers"] // 4 + 2, n_routed_experts=experts["num_experts"], first_k_dense_replace=1, use_qk_norm=True)
+            model = Glm4MoeForCausalLM(Glm4MoeConfig(**shape, tie_word_embeddings=False, eos_token_id=258, dtype=dtype))
         elif kind in ("experts", "ties"):
             model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape | experts, tie_word_embeddings=False, eos_token_id=258, dtype=dtype))
         else:
@@ -365,7 +371,8 @@ def drafts(engine) -> dict:
     from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
 
     counts = {metric.name: metric.value for metric in get_metrics_snapshot() if isinstance(metric, Counter)}
-    return {ours: counts.get(f"vllm:{theirs}", 0) for ours, theirs in (("sampled", "generation_tokens"), ("drafted", "spec_decode_num_draft_tokens"), ("accepted", "spec_decode_num_accepted_tokens"))}
+    names = {"sampled": "generation_tokens", "drafted": "spec_decode_num_draft_tokens", "accepted": "spec_decode_num_accepted_tokens"}
+    return {ours: counts.get(f"vllm:{theirs}", 0) for ours, theirs in names.items()}
 
 
 async def speculation(model: str, device: str) -> dict:
@@ -760,7 +767,8 @@ def trained(command: list[str]) -> dict:
     subprocess.run([sys.executable, *command, "--name", name], cwd=ROOT, check=True)
     rows = [json.loads(line) for line in (ROOT / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     evals = [row for row in rows if "eval/greedy" in row]
-    return {"seconds": time.monotonic() - began, "greedy": [row["eval/greedy"] for row in evals], "gap_mean": [row["eval/logprob_gap_mean"] for row in evals], "rows": [rows[1], rows[len(rows) // 2], rows[-1]]}
+    return {"seconds": time.monotonic() - began, "greedy": [row["eval/greedy"] for row in evals], "gap_mean": [row["eval/logprob_gap_mean"] for row in evals],
+            "rows": [rows[1], rows[len(rows) // 2], rows[-1]]}
 
 
 def shared(device: str) -> list[str]:
