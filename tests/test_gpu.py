@@ -4,7 +4,7 @@
     python -m pytest tests/test_gpu.py --rehearse   the same programs on a CPU: tiny models, gloo, float32
 
 Each check is a program of its own (this file's `main`), so that it sees just the GPUs it is meant to see, and one that
-hangs or dies ends alone. It prints its numbers as a last line of JSON; the test states the claim. The programs of all
+hangs or dies ends alone. It prints its numbers as its last line of JSON; the test states the claim. The programs of all
 selected tests run side by side, whatever the order of the tests, and leave what they print beside the numbers.
 """
 
@@ -82,7 +82,7 @@ class Programs:
         if check.kind in self.made:
             self.made[check.kind].result()
         try:
-            seen = json.loads(self.run(check).splitlines()[-1])
+            seen = json.loads([line for line in self.run(check).splitlines() if line.startswith("{")][-1])     # libraries may have a last word
         except Exception as error:
             seen = {"error": str(error)}
             raise
