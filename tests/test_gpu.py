@@ -376,10 +376,10 @@ def drafts(engine) -> dict:
 
 
 async def speculation(model: str, device: str) -> dict:
-    return await publishes(model, device, SPECULATION)
+    return await publishes(model, device, SPECULATION, learning_rate=3e-5)                     # so that it still repeats after 20 updates
 
 
-async def publishes(model: str, device: str, engine_args: str = "{}", count: int = 20, in_flight: int = 64) -> dict:
+async def publishes(model: str, device: str, engine_args: str = "{}", learning_rate: float = 1e-4, count: int = 20, in_flight: int = 64) -> dict:
     """Sample without pause while versions 0 .. count are published; score what ends under each while the trainer holds it."""
     from agent import Trajectory
     from estimators import collate
@@ -391,7 +391,7 @@ async def publishes(model: str, device: str, engine_args: str = "{}", count: int
 
     in_flight, wanted = (16, 200) if device == "cpu" else (in_flight, 500)    # wanted: tokens of a version to score
     replay = "off" if Path(model).name == "corrected" else "auto"              # replay would hide another choice of experts
-    cfg = Config(model=model, device=device, trainer=TrainerConfig(learning_rate=1e-4, warmup_steps=0, decay="constant", tokens_per_microbatch=2048),
+    cfg = Config(model=model, device=device, trainer=TrainerConfig(learning_rate=learning_rate, warmup_steps=0, decay="constant", tokens_per_microbatch=2048),
                  generator=GeneratorConfig(agent=str(ROOT / "recipes/arithmetic.py"), partial_rollout=True, context_length=1024, max_new_tokens=900, enforce_eager=True, routing_replay=replay, engine_args=engine_args, **SHARED))
     plan, began = resolve(cfg), time.monotonic()
     parts = await start(cfg, plan)
