@@ -246,6 +246,14 @@ def picture(file: bytes):
         raise ValueError(f"These {len(file)} bytes are no image that can be read: {error}") from None
 
 
+def blank_image() -> bytes:
+    """A white image's file, where any will do."""
+    import PIL.Image
+
+    PIL.Image.new("RGB", (64, 64), "white").save(file := io.BytesIO(), format="PNG")
+    return file.getvalue()
+
+
 @functools.lru_cache(maxsize=256)
 def checked_file(file: bytes) -> bytes:
     """The first file equal to this one, which is an image: a group's rollouts share it, so that it travels once. Raises ValueError when it is none."""
@@ -293,6 +301,13 @@ class Vision:
         self.token, self.expansion = self.processor.image_token_id, functools.lru_cache(maxsize=256)(self.expansion)
         self.processor.tokenizer.chat_template = self.processor.tokenizer.chat_template or self.processor.chat_template     # some models keep it with the processor only
         self.parts_only = reads_parts_only(self.processor.tokenizer)
+
+    def check(self, image_token_id: int) -> None:
+        """Raises ValueError for a model whose images cannot be served and trained; `image_token_id` is the id that it reads as pixels."""
+        if self.token != image_token_id:
+            raise ValueError(f"its processor stands {self.processor.image_token!r} (id {self.token}) for an image, and the model reads pixels at id {image_token_id}: want one id for both.")
+        messages, files = take_images([{"role": "user", "content": [{"type": "image", "image": blank_image()}, {"type": "text", "text": "What?"}]}], self)
+        self.expand(render_prompt(self.processor.tokenizer, messages), files)
 
     def message(self, message: dict) -> dict:
         """A message as the template reads it."""

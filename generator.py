@@ -55,7 +55,7 @@ class GeneratorConfig:
     agent_workers: int = 1             # W, processes that run agents
     max_num_seqs: int = 512            # sequences an engine runs at once
     max_num_batched_tokens: int = 16384   # tokens an engine takes in one step
-    kv_cache_gb: float = 1.0           # KV cache of a CPU engine, GB
+    kv_cache_gb: float | None = None   # KV cache of an engine, GB; None = 1 on a CPU, on a GPU what --gpu-memory-utilization leaves
     gpu_memory_utilization: float | None = None   # share of its GPU an engine takes; None = 0.85, or 0.4 where it shares the GPU with the trainer
     enforce_eager: bool = False        # GPU engine without torch.compile and CUDA graphs: starts sooner, samples slower
     rollout_timeout: float = 600.0     # seconds one rollout may take before it is dropped and counted
@@ -122,7 +122,7 @@ class GeneratorConfig:
 FIXED_ENGINE_ARGS = {                  # fields of AsyncEngineArgs that --engine-args may not set -> why, and the way out
     "model": "it is --model", "dtype": "it is --dtype", "max_model_len": "it is --context-length", "tensor_parallel_size": "it is --engine-tp-size",
     "max_num_seqs": "it is --max-num-seqs", "max_num_batched_tokens": "it is --max-num-batched-tokens", "gpu_memory_utilization": "it is --gpu-memory-utilization",
-    "kv_cache_memory_bytes": "it is --kv-cache-gb on a CPU, what --gpu-memory-utilization leaves on a GPU", "enforce_eager": "it is --enforce-eager",
+    "kv_cache_memory_bytes": "it is --kv-cache-gb", "enforce_eager": "it is --enforce-eager",
     "reasoning_parser": "it is --reasoning-parser", "seed": "each request carries its own", "logprobs_mode": "the trainer compares logprobs after the temperature",
     "load_format": "weights come by publishes only", "weight_transfer_config": "weights come by publishes only", "worker_cls": "weight_sync's receiver is mixed into vLLM's own worker",
     "worker_extension_cls": "weight_sync's receiver is mixed into vLLM's own worker", "hf_overrides": "engine and trainer must have one architecture",
@@ -237,12 +237,13 @@ class Engine:
             if process.pid in orphans and "VLLM" in process.name():
                 process.kill()
         self.loop, self.vision = asyncio.get_running_loop(), load_vision(self.model)
-        cpu = {"enforce_eager": True, "kv_cache_memory_bytes": int(self.cfg.kv_cache_gb * 2**30), "distributed_executor_backend": "uni"}
+        cpu = {"enforce_eager": True, "distributed_executor_backend": "uni"}
         gpu = {"gpu_memory_utilization": self.cfg.gpu_share(self.transfer == "ipc"), "tensor_parallel_size": self.cfg.engine_tp_size, "enforce_eager": self.cfg.enforce_eager}
+        cache = self.cfg.kv_cache_gb or (1.0 if self.transfer == "gloo" else None)
         fixed = dict(
             model=self.model, dtype=self.dtype, load_format="dummy", max_model_len=self.cfg.context_length, max_num_seqs=self.cfg.max_num_seqs,
             max_num_batched_tokens=self.cfg.max_num_batched_tokens, enable_chunked_prefill=False, enable_prefix_caching=True,
-            block_size=32 if self.transfer == "gloo" else None, logprobs_mode="processed_logprobs", disable_log_stats=True,
+            kv_cache_memory_bytes=int(cache * 2**30) if cache else None, block_size=32 if self.transfer == "gloo" else None, logprobs_mode="processed_logprobs", disable_log_stats=True,
             mm_device_do_normalize=False,                          # else pixels are scaled by buffers of the engine's model, which dummy weights overwrite and no publish mends
             mm_processor_cache_gb=0,                               # its two ends are emptied one after the other at a pause: an image between would be missing later
             worker_extension_cls="weight_sync.Receiver", enable_return_routed_experts=self.cfg.routing_replay == "on",
@@ -462,6 +463,9 @@ class AgentWorker:
                     segments = await run_episode(self.agent(), prompt, self.tokenizer, generate, self.budget, rollout, index, self.vision)
                 else:
                     segments = await self._converse(prompt, generate, temperature, rollout, index)
+            for segment in segments:
+                if segment.routed_experts is not None:     # the largest array of a rollout: it goes from here to the trainer, not through the driver
+                    segment.routed_experts = ray.put(segment.routed_experts)
         except (ray.exceptions.RayActorError, EngineGone):     # the engine is gone: the run's matter, not this rollout's
             raise
         except Exception as error:                         # one agent's fault costs one rollout; it is counted and shown
@@ -475,9 +479,6 @@ class AgentWorker:
             return None, "prompt_too_long" if segments[0].truncated else "empty", None
         if segments[0].reward is None:
             return None, "unscored", None
-        for segment in segments:
-            if segment.routed_experts is not None:         # the largest array of a rollout: it goes from here to the trainer, not through the driver
-                segment.routed_experts = ray.put(segment.routed_experts)
         return segments, None, None
 
     async def _converse(self, prompt: dict, generate, temperature: float, rollout: int, index: int) -> list[Trajectory]:

@@ -35,7 +35,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from agent import Env, load_agent
+from agent import Env, load_agent, load_vision
 from estimators import ESTIMATORS, Batch, EstimatorConfig, collate, shape_rewards, value_targets
 from generator import AgentWorker, Engine, EngineGone, GeneratorConfig, Group, Pool, PromptStream, read_prompts
 from losses import AGGREGATIONS, IGNORED, LossConfig, adapt_kl_scale
@@ -206,6 +206,11 @@ def resolve(cfg: Config) -> Plan:
     vision, limit = hasattr(config, "vision_config"), config.get_text_config().max_position_embeddings
     if vision and (ESTIMATORS[cfg.estimator].critic or not hasattr(ref_config, "vision_config")):
         raise ValueError(f"--model {cfg.model} reads images: a reference (--ref) must read them too, and there is no critic that does (--estimator {cfg.estimator}). Choose others.")
+    if vision:
+        try:
+            load_vision(model).check(config.image_token_id)
+        except (ValueError, AttributeError) as error:                    # AttributeError: of a processor or a config that has no such id
+            raise ValueError(f"--model {cfg.model} reads images in a way that is not supported: {str(error).rstrip('.')}. Choose another.") from None
     if gen.context_length > limit:
         raise ValueError(f"--context-length {gen.context_length} is more than the {limit} positions of {cfg.model}; lower it.")
     shape = Shape.of(config)

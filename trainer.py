@@ -15,7 +15,6 @@ Sources: FSDP2 is torch.distributed.fsdp.fully_shard; models and sharding plans 
 
 import asyncio
 import functools
-import io
 import json
 import os
 import pickle
@@ -34,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
-from agent import UNSAID, Vision, load_vision, picture
+from agent import UNSAID, Vision, blank_image, load_vision, picture
 from estimators import PER_ROLLOUT, Batch
 from losses import LossConfig, critic_step_loss, step_loss
 
@@ -248,10 +247,7 @@ def with_images(vision: Vision, token_ids: Tensor, files: list[bytes]) -> dict:
     tower, and each parameter have a gradient, if only of 0. The tower is trained like the rest.
     """
     if not files:
-        import PIL.Image
-
-        PIL.Image.new("RGB", (64, 64), "white").save(blank := io.BytesIO(), format="PNG")
-        files = [blank.getvalue()]
+        files = [blank_image()]
         row = torch.tensor([vision.expansion(files[0])], device=token_ids.device)
         width = max(row.shape[1], token_ids.shape[1])
         token_ids = torch.cat([F.pad(ids, (0, width - ids.shape[1])) for ids in (token_ids, row)])

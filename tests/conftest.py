@@ -93,6 +93,20 @@ def stack(cluster, hostile_model, loop):
         yield cfg, parts
 
 
+@pytest.fixture
+def trained(stack, loop, tmp_path):
+    """The stack, for a test that trains it: afterwards trainer and engine have the weights of version 0 again."""
+    _, parts = stack
+    loop.run_until_complete(parts.trainer.save(tmp_path / "before", {}, {}))
+    yield stack
+
+    async def restore():
+        await parts.trainer.load(tmp_path / "before")
+        await parts.publish(0)
+
+    loop.run_until_complete(restore())
+
+
 @pytest.fixture(scope="session")
 def caller(cluster, loop):
     """(cfg, parts): a running engine and agent worker of recipes/caller, which calls tools; version 0 published. Float32."""

@@ -586,8 +586,8 @@ def test_an_engine_refuses_to_sample_before_version_0(cluster, hostile_model):
         ray.get(engine.generate.remote([("x", np.array([1], np.int32), 1, [])], [Sampling()]))
 
 
-def test_a_rollouts_experts_leave_the_worker_as_a_reference(cluster):
-    """Two turns of an Env; what comes back holds a reference to [T - 1, 1, 2], and the reference's rows are the engine's."""
+def test_a_rollouts_experts_leave_the_worker_as_a_reference(cluster, monkeypatch):
+    """Two turns of an Env; what comes back holds a reference to [T - 1, 1, 2], and the reference's rows are the engine's. Where the object store takes no more, the rollout is dropped."""
     import ray
 
     from generator import AgentWorker, Completion
@@ -610,6 +610,13 @@ def test_a_rollouts_experts_leave_the_worker_as_a_reference(cluster):
     experts, first = ray.get(segment.routed_experts)[:, 0], int(segment.response_mask.argmax())
     assert experts[:, 0].tolist() == list(range(len(segment) - 1))
     assert (experts[: first + 1, 1] == first).all() and (experts[first + 1:, 1] > first).all()
+
+    def full(record):
+        raise ray.exceptions.ObjectStoreFullError("full")
+
+    monkeypatch.setattr(ray, "put", full)
+    group, = asyncio.run(worker.run_groups([(0, {"prompt": "1+1"})], SimpleNamespace(generate=SimpleNamespace(remote=remote)), 2, 1.0, None, "full"))
+    assert not group.rollouts and group.dropped == {"error_ObjectStoreFullError": 2} and "rollout 0 of prompt 0: ObjectStoreFullError" in group.errors[0]
 
 
 AGENT = '''

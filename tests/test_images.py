@@ -7,6 +7,7 @@ import asyncio
 import base64
 import importlib.util
 import io
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,10 +18,11 @@ import ray
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from vllm.sampling_params import RequestOutputKind
 
 from agent import Budget, Env, Result, Trajectory, Vision, image_of_url, reads_parts_only, run_episode, take_images, tokenize
 from estimators import collate
-from generator import AgentWorker, GeneratorConfig
+from generator import AgentWorker, GeneratorConfig, Sampling
 from losses import AGGREGATIONS
 from recipes import make_vision
 from recipes.colour import ask, picture, prompts
@@ -346,6 +348,61 @@ def test_images_come_over_the_three_wires_by_their_sdks(sight, loop, tmp_path):
         assert await gap(cfg, parts, found) <= 1e-4
 
     loop.run_until_complete(scenario())
+
+
+def test_images_stay_in_flight_over_a_publish_and_each_token_is_of_the_version_it_carries(sight, loop):
+    """24 long answers to an image, a publish of changed weights in their middle: tokens of the new version agree with the trainer to 1e-4, those before are further off."""
+    cfg, parts = sight
+    vision, engine = Vision(cfg.model), parts.engines[0]
+
+    async def answers(name: str, limit: int) -> list:
+        requests = []
+        for i in range(24):
+            messages, files = take_images(ask(f"{name} {i}", "r", "b"), vision)
+            ids, images = vision.expand(tokenize(vision.processor.tokenizer, vision.processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)), files)
+            requests.append((f"{name}-{i}", np.asarray(ids, np.int32), limit, [], images))
+        rollouts = []
+        for (_, ids, _, _, images), answer in zip(requests, await engine.generate.remote(requests, [Sampling()] * 24)):
+            segment = Trajectory(len(rollouts), 0, reward=0.0)
+            segment.extend(ids, images=images)
+            segment.extend(answer.token_ids, answer.logprobs, answer.policy_versions)
+            rollouts.append([segment])
+        return rollouts
+
+    async def scenario():
+        await engine.__ray_call__.remote(lambda self: setattr(self, "output_kind", RequestOutputKind.DELTA))     # as with --partial-rollout
+        await parts.publish(10)
+        for n in range(2):                                 # the second, warm, says how long 40 tokens of each take
+            began = time.monotonic()
+            before = await answers(f"warm{n}", 40)
+        seconds = time.monotonic() - began
+        await update(cfg, parts, before)
+        going = asyncio.ensure_future(answers("over", 300))
+        await asyncio.sleep(2 * seconds)
+        await parts.publish(11)
+        batch = collate(await going, AGGREGATIONS["token-mean"], cfg.generator.temperature)
+        off = (await parts.trainer.logprobs(batch) - batch.behaviour_logprobs).abs()
+        await engine.__ray_call__.remote(lambda self: setattr(self, "output_kind", RequestOutputKind.FINAL_ONLY))
+        return batch, off
+
+    batch, off = loop.run_until_complete(scenario())
+    new, old = (batch.response_mask & (batch.policy_versions == version) for version in (11, 10))
+    assert (new.any(1) & old.any(1)).sum() >= 4 and (new | old == batch.response_mask).all()
+    assert off[new].max() <= 1e-4 and off[old].mean() > 1e-3
+
+
+def test_a_model_whose_images_cannot_be_trained_is_refused_before_anything_starts(tmp_path):
+    """Gemma 3: its processor stands one id for an image, which it expands to others, and only these are read as pixels."""
+    from transformers import Gemma3Config, Gemma3ImageProcessorPil, Gemma3Processor, PreTrainedTokenizerFast
+
+    marks = dict(boi_token="<start_of_image>", image_token="<image_soft_token>", eoi_token="<end_of_image>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer().backend_tokenizer, eos_token="<|im_end|>", extra_special_tokens=marks)
+    tokenizer.chat_template = make_vision.TEMPLATE % "<start_of_image>"
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1)
+    Gemma3Config(text_config=sizes | dict(vocab_size=len(tokenizer), head_dim=32, num_key_value_heads=1), vision_config=sizes, image_token_index=tokenizer.image_token_id).save_pretrained(tmp_path)
+    Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 32, "width": 32}), tokenizer, image_seq_length=4).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="not supported: its processor stands '<start_of_image>'.*want one id"):
+        resolve(Config(model=str(tmp_path), device="cpu"))
 
 
 @pytest.mark.long

@@ -54,10 +54,10 @@ async def update(cfg, parts, sampled: list) -> None:
     await parts.trainer.update(batch, "ppo")
 
 
-def test_forward_consistency_over_publishes_and_after_a_real_update(stack, loop):
+def test_forward_consistency_over_publishes_and_after_a_real_update(trained, loop):
     """Float32: at most 1e-4 nats over 20 rollouts, the same after 5 publishes of unchanged weights; after an update and a
     publish the engine agrees with the new weights to 1e-4, differs from the old ones, and its tokens carry the new version."""
-    cfg, parts = stack
+    cfg, parts = trained
 
     async def scenario():
         version = 10
@@ -80,9 +80,9 @@ def test_forward_consistency_over_publishes_and_after_a_real_update(stack, loop)
     loop.run_until_complete(scenario())
 
 
-def test_b17_a_cached_prefix_of_the_old_weights_is_not_used_after_a_publish(stack, loop):
+def test_b17_a_cached_prefix_of_the_old_weights_is_not_used_after_a_publish(trained, loop):
     """A prompt of 100 tokens (3 cache blocks of 32) at version 20, an update, the same prompt again: the new weights' logprobs."""
-    cfg, parts = stack
+    cfg, parts = trained
     prompt = np.array([60 + i % 30 for i in range(100)], np.int32)
 
     async def sample(name):
