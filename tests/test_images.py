@@ -18,7 +18,6 @@ import ray
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from vllm.sampling_params import RequestOutputKind
 
 from agent import Budget, Env, Result, Trajectory, Vision, image_of_url, reads_parts_only, run_episode, take_images, tokenize
 from estimators import collate
@@ -370,7 +369,6 @@ def test_images_stay_in_flight_over_a_publish_and_each_token_is_of_the_version_i
         return rollouts
 
     async def scenario():
-        await engine.__ray_call__.remote(lambda self: setattr(self, "output_kind", RequestOutputKind.DELTA))     # as with --partial-rollout
         await parts.publish(10)
         for n in range(2):                                 # the second, warm, says how long 40 tokens of each take
             began = time.monotonic()
@@ -382,7 +380,6 @@ def test_images_stay_in_flight_over_a_publish_and_each_token_is_of_the_version_i
         await parts.publish(11)
         batch = collate(await going, AGGREGATIONS["token-mean"], cfg.generator.temperature)
         off = (await parts.trainer.logprobs(batch) - batch.behaviour_logprobs).abs()
-        await engine.__ray_call__.remote(lambda self: setattr(self, "output_kind", RequestOutputKind.FINAL_ONLY))
         return batch, off
 
     batch, off = loop.run_until_complete(scenario())
