@@ -14,7 +14,6 @@ Sources: FSDP2 is torch.distributed.fsdp.fully_shard; models and sharding plans 
 """
 
 import asyncio
-import functools
 import json
 import os
 import pickle
@@ -29,9 +28,10 @@ from typing import Literal
 
 import ray
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 from agent import UNSAID, Vision, blank_image, load_vision, picture
 from estimators import PER_ROLLOUT, Batch
@@ -164,49 +164,75 @@ def forward(model, batch: Batch, device: torch.device, entropy: bool = False, sp
         inputs = with_images(vision, token_ids, [file for row in batch.images or [] for file in row]) if vision else {"input_ids": token_ids}
         keep = torch.arange(first - 1, token_ids.shape[1] - 1, device=device)
         targets, whole_rows = token_ids[:, first:], lambda states: states          # [b, t-first]
-    logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits[: len(token_ids)]              # [b, t-first, V], in the compute dtype
-    if isinstance(logits, DTensor):
-        logprobs, h = vocabulary_parallel(logits.float() / batch.temperature, targets, entropy)
-    else:
-        logprobs, h = (fused_token_scores() if logits.is_cuda else token_scores)(logits, targets, batch.temperature, entropy, vision.token if vision else None)
-    return align(whole_rows(logprobs), first), align(whole_rows(h), first) if entropy else None   # [b, t]
+    logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits          # [b, t-first, V], in the compute dtype
+    if vision:
+        logits = logits[: len(token_ids)]
+    logits, group = (logits.to_local(), logits.device_mesh.get_group()) if isinstance(logits, DTensor) else (logits, None)
+    logprobs, h = TokenScores.apply(logits.flatten(0, 1), targets.flatten(), batch.temperature, entropy, vision.token if vision else None, group)
+    return align(whole_rows(logprobs.view(targets.shape)), first), align(whole_rows(h.view(targets.shape)), first) if entropy else None   # [b, t]
 
 
-def token_scores(logits: Tensor, targets: Tensor, temperature: float, entropy: bool, unsaid: int | None) -> tuple[Tensor, Tensor | None]:
-    """log p of the targets (and entropy), nats, float32 [b, t], from logits [b, t, V] of any dtype; `unsaid`: the id of Vision.token."""
-    scaled = logits.float() / temperature
-    if unsaid is not None:
-        scaled[..., unsaid] += UNSAID / temperature
-    logprobs = -F.cross_entropy(scaled.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-    return logprobs, scaled.logsumexp(-1) - (scaled.softmax(-1) * scaled).sum(-1) if entropy else None
+class TokenScores(torch.autograd.Function):
+    """(log p of the targets, entropy or None), nats, float32 [n], from logits [n, V] of any dtype, which are divided by the temperature in float32.
 
-
-@functools.cache
-def fused_token_scores() -> Callable:
-    """token_scores as kernels that read the logits and write their gradient in the compute dtype: no [b, t, V] in float32."""
-    return torch.compile(token_scores, dynamic=True, options={"compile_threads": 1})    # no pool of 32 processes for a few kernels
-
-
-def vocabulary_parallel(logits: DTensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """log p of the targets (and entropy), [b, t], from logits of which each tensor-parallel rank holds its part of V; only numbers a token cross between ranks.
-
-    Partial results are DTensors that say so, hence their sums are those of the whole. So are gradients, as long as no sum that carries one enters a partial result.
+    FLOAT_LOGITS at a time, in the backward too: neither the logits nor their gradient are ever whole in float32.
+    `group`: ranks that hold a part of the vocabulary each, V / tp in order (tensor parallel); only numbers a token cross between them, and each has the gradient of its part.
+    `unsaid`: Vision.token or None. d log p / d logit = (onehot - p) / T, d entropy / d logit = -p (log p + entropy) / T.
     """
-    mesh, local = logits.device_mesh, logits.to_local()                            # [b, t, V / tp]
 
-    def total(part: Tensor) -> Tensor:
-        return DTensor.from_local(part, mesh, [Partial()], run_check=False).full_tensor()
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, temperature: float, entropy: bool, unsaid: int | None, group) -> tuple[Tensor, Tensor | None]:
+        def of_all_ranks(numbers: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
+            if group:
+                dist.all_reduce(numbers, op, group)
+            return numbers
 
-    most = DTensor.from_local(local.detach().amax(-1), mesh, [Partial("max")], run_check=False).full_tensor()   # [b, t]
-    weight = (local - most[..., None]).exp()                                       # [b, t, V / tp]  p times `weights`
-    weights = total(weight.sum(-1))                                                # [b, t]
-    log_sum = weights.log() + most                                                 # [b, t]
-    share = logits.shape[-1] // mesh.size()                                        # tensor-parallel sizes that do not divide V are refused
-    place = targets - mesh.get_local_rank() * share                                # [b, t] of the target in this rank's part
-    mine = (place >= 0) & (place < local.shape[-1])
-    at_target = local.gather(-1, place.clamp(0, local.shape[-1] - 1)[..., None])[..., 0]
-    h = log_sum - total((weight * local).sum(-1)) / weights if entropy else None
-    return total(torch.where(mine, at_target, 0)) - log_sum, h                     # [b, t]
+        place = targets - (logits.shape[-1] * dist.get_rank(group) if group else 0)   # [n] of the target in this rank's part
+        mine = (place >= 0) & (place < logits.shape[-1])
+        ctx.how, place = (temperature, unsaid), place.clamp(0, logits.shape[-1] - 1)[:, None]
+        at_target, log_sum, mean = (torch.zeros(len(targets), device=logits.device) for _ in range(3))   # [n]
+        for rows in TokenScores.pieces(logits):
+            x = TokenScores.scaled(logits[rows], *ctx.how)                             # [r, V]
+            most = of_all_ranks(x.amax(-1), dist.ReduceOp.MAX)                         # [r]
+            at_target[rows] = of_all_ranks(torch.where(mine[rows], x.gather(1, place[rows])[:, 0], 0))
+            weight = (x - most[:, None]).exp_()                                        # [r, V]  p times `weights`
+            weights = of_all_ranks(weight.sum(-1))                                     # [r]
+            log_sum[rows] = weights.log() + most
+            if entropy:
+                mean[rows] = of_all_ranks(weight.mul_(x).sum(-1)) / weights            # of the logits, under p
+        h = log_sum - mean if entropy else None
+        ctx.save_for_backward(logits, place, mine, log_sum, h)
+        return at_target - log_sum, h
+
+    @staticmethod
+    def backward(ctx, g: Tensor, g_h: Tensor | None) -> tuple:
+        logits, place, mine, log_sum, h = ctx.saved_tensors
+        gradient, g = torch.empty_like(logits), g[:, None]                             # [n, V], [n, 1]
+        for rows in TokenScores.pieces(logits):
+            log_p = TokenScores.scaled(logits[rows], *ctx.how).sub_(log_sum[rows, None])   # [r, V]
+            d = log_p.exp()
+            if h is None:
+                d.mul_(-g[rows])
+            else:
+                d.mul_(log_p.add_(h[rows, None]).mul_(-g_h[rows, None]).sub_(g[rows]))
+            d.scatter_add_(1, place[rows], torch.where(mine[rows, None], g[rows], 0))
+            gradient[rows] = d.div_(ctx.how[0])
+        return gradient, None, None, None, None, None
+
+    @staticmethod
+    def pieces(logits: Tensor) -> list[slice]:
+        size = max(1, FLOAT_LOGITS // logits.shape[-1])
+        return [slice(begin, begin + size) for begin in range(0, len(logits), size)]
+
+    @staticmethod
+    def scaled(logits: Tensor, temperature: float, unsaid: int | None) -> Tensor:
+        x = logits.to(torch.float32, copy=True).div_(temperature)
+        if unsaid is not None:
+            x[:, unsaid] += UNSAID / temperature
+        return x
+
+
+FLOAT_LOGITS = 1 << 26                 # that are in float32 at once
 
 
 @dataclass
@@ -367,7 +393,6 @@ def load_model(path: str, dtype: torch.dtype, device: torch.device, cfg: Trainer
     AutoModel does not shard one rank, which would also drop the dtype policy: there fully_shard is called here, so that
     compute dtype, checkpoint and publish are one code at every number of ranks.
     """
-    import torch.distributed as dist
     from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
     from nemo_automodel.components.distributed.mesh import ParallelismSizes
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -439,7 +464,7 @@ def rank_memory(shape: Shape, config, cfg: TrainerConfig, ref: int, critic: int)
     """GB that a trainer rank needs at most, by what for: a check before anything is loaded. `ref`, `critic`: parameters of these models, 0 = none.
 
     States: 16 bytes a parameter (float32 master, gradient, two moments; a reference: 4), shared by the ranks of one copy,
-    not on the GPU under offload. Work: 14 a logit of a micro-batch (float32 and its gradients, bfloat16), `kept_bytes` a
+    not on the GPU under offload. Work: 6 a logit of a micro-batch (bfloat16, its gradient, a copy) and 1 GB of float32 ones, `kept_bytes` a
     token and layer of activations (2 a hidden unit when recomputed), both over one context-parallel rank's columns, and
     what FSDP2 gathers: embedding, head and two layers with this rank's experts in bfloat16, one in float32 gradients. A
     publish, when that is over, gathers a layer's experts whole, twice in bfloat16. 3 GB for CUDA and the transfer's buffer. A vision tower's activations are not counted.
@@ -449,7 +474,7 @@ def rank_memory(shape: Shape, config, cfg: TrainerConfig, ref: int, critic: int)
     activations = tokens * text.num_hidden_layers * (2 * text.hidden_size if cfg.activation_checkpointing else kept_bytes(text, shape, cfg.tp_size))
     layer = shape.layer / cfg.tp_size + shape.layer_experts / cfg.ep_size
     gathered = 6 * shape.tables / cfg.tp_size + 8 * layer if sharers > 1 or cfg.offload_optimizer else 0
-    work = max(activations + 14 * tokens * text.vocab_size / cfg.tp_size + gathered, 4 * shape.layer_experts)
+    work = max(activations + 6 * tokens * text.vocab_size / cfg.tp_size + 16 * FLOAT_LOGITS + gathered, 4 * shape.layer_experts)
     return {"states": states / 2**30, "work": work / 2**30, "CUDA": 3.0}
 
 
@@ -548,8 +573,7 @@ class Rank:
 
     def start(self, address: str, port: int, ref: bool, critic: bool, replay: bool = False) -> int:
         """Join the process group, load and shard; returns the number of parameters of the policy."""
-        import torch.distributed as dist
-
+    
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), RANK=str(self.rank), WORLD_SIZE=str(self.world), LOCAL_RANK="0")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)

@@ -294,17 +294,13 @@ async def publishes(cfg: Config, parts: Parts, bench: Bench) -> list[dict]:
 
 
 # ---------------------------------------------------------------------------------------------------- steps
-async def steps(cfg: Config, parts: Parts, bench: Bench, trained: float | None) -> list[dict]:
-    """The loop's steps, with and without partial rollout, beside generation alone in the same pool and training alone."""
-    rows = []
-    for partial in (False, True):
-        cfg = replace(cfg, generator=replace(cfg.generator, partial_rollout=partial))
-        await parts.publish(0)
-        alone, _ = await generation(cfg, parts, replace(bench, warm=1, measured=2))
-        seen = await step(cfg, parts, bench, cfg.generator.max_staleness)
-        seen |= {"what": "kept in flight over a publish" if partial else "ended before a publish", "alone": alone, "trained": trained or 0.0, "ratio": seen["step_seconds"] / max(alone, trained or 0.0)}
-        rows.append(seen)
-    return rows
+async def steps(cfg: Config, parts: Parts, bench: Bench, partial: bool, trained: float) -> dict:
+    """The loop's steps, with or without partial rollout, beside generation alone in the same pool and training alone."""
+    cfg = replace(cfg, generator=replace(cfg.generator, partial_rollout=partial))
+    await parts.publish(0)
+    alone, _ = await generation(cfg, parts, replace(bench, warm=1))
+    seen = await step(cfg, parts, bench, cfg.generator.max_staleness)
+    return seen | {"what": "kept in flight over a publish" if partial else "ended before a publish", "alone": alone, "trained": trained, "ratio": seen["step_seconds"] / max(alone, trained)}
 
 
 # ---------------------------------------------------------------------------------------------------- the run
@@ -349,10 +345,11 @@ async def main(bench: Bench) -> None:
             show("publish", "Seconds of a publish, medians of 8", await publishes(cfg, parts, bench),
                  {name: (name, "{:.3f}") for name in ("total", "pause", "send", "coverage", "resume")})
         if "steps" in bench.parts:
-            trained = report["training"][0]["together"] if "training" in report else None
-            rows = await steps(cfg, parts, bench, trained)
-            show("steps", f"Seconds of a step, medians of {bench.measured}", rows, {"step_seconds": ("step", "{:.2f}"), "alone": ("generation alone", "{:.2f}"), "trained": ("training alone", "{:.2f}"), "ratio": ("step / larger", "{:.3f}")}
-                 | {name: (name.removesuffix("_seconds"), "{:.2f}") for name in rows[0] if name.endswith("_seconds") and name != "step_seconds"})
+            rows = []
+            for partial in (False, True):
+                rows.append(await steps(cfg, parts, bench, partial, report["training"][0]["together"] if "training" in report else 0.0))
+                show("steps", f"Seconds of a step, medians of {bench.measured}", rows, {"step_seconds": ("step", "{:.2f}"), "alone": ("generation alone", "{:.2f}"), "trained": ("training alone", "{:.2f}"), "ratio": ("step / larger", "{:.3f}")}
+                     | {name: (name.removesuffix("_seconds"), "{:.2f}") for name in rows[0] if name.endswith("_seconds") and name != "step_seconds"})
         await asyncio.wait([asyncio.ensure_future(e.stop.remote()) for e in parts.engines], timeout=10)
         ray.shutdown()
 

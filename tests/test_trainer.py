@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import trainer
 from agent import Trajectory
 from estimators import collate, dr_grpo, supervised_batch
 from losses import AGGREGATIONS, LossConfig
 from trainer import (
-    Learner, Rank, Replay, Shape, Trainer, TrainerConfig, fetch, forward, forward_values, kept_bytes, learning_rate, plan_microbatches, rank_memory, recorded_experts, replay_handles, replaying, take_rows)
+    Learner, Rank, Replay, Shape, TokenScores, Trainer, TrainerConfig, fetch, forward, forward_values, kept_bytes, learning_rate, plan_microbatches, rank_memory, recorded_experts, replay_handles, replaying, take_rows)
 
 from conftest import TINY
 
@@ -116,8 +117,34 @@ def test_learning_rate_warms_up_and_decays_to_zero():
     assert learning_rate(TrainerConfig(warmup_steps=2, decay="constant"), 12, 11) == 1.0
 
 
+@settings(max_examples=60, deadline=None)
+@given(tokens=st.integers(1, 40), words=st.integers(2, 30), temperature=st.floats(0.1, 2.0), entropy=st.booleans(), unsaid=st.booleans(), at_once=st.integers(1, 700), seed=st.integers(0, 1000))
+def test_logprobs_entropies_and_their_gradients_are_those_of_a_float64_softmax_whatever_the_pieces(tokens, words, temperature, entropy, unsaid, at_once, seed):
+    """Oracle: autograd through log_softmax in float64. bfloat16 logits get a bfloat16 gradient, of the same numbers."""
+    draw = torch.Generator().manual_seed(seed)
+    logits, targets = (4 * torch.randn(tokens, words, generator=draw)).bfloat16(), torch.randint(words, (tokens,), generator=draw)
+    weight, of_entropy = torch.randn(2, tokens, generator=draw)
+    word = words - 1 if unsaid else None
+    exact = logits.double().requires_grad_()
+    lowered = exact / temperature + F.one_hot(torch.tensor(words - 1), words) * (-100.0 / temperature) * unsaid
+    log_p = lowered.log_softmax(-1)
+    wanted, h = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    ((wanted * weight).sum() + (h * of_entropy).sum() * entropy).backward()
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        mine = logits.to(dtype).requires_grad_()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer, "FLOAT_LOGITS", at_once)
+            seen, seen_h = TokenScores.apply(mine, targets, temperature, entropy, word, None)
+            ((seen * weight).sum() + (seen_h * of_entropy).sum() if entropy else (seen * weight).sum()).backward()
+        torch.testing.assert_close(seen.double(), wanted.detach(), atol=2e-4, rtol=1e-5)
+        assert entropy == (seen_h is not None) and mine.grad.dtype == dtype
+        if entropy:
+            torch.testing.assert_close(seen_h.double(), h.detach(), atol=2e-4, rtol=1e-5)
+        torch.testing.assert_close(mine.grad.double(), exact.grad, atol=tolerance * (1 / temperature), rtol=tolerance)
+
+
 def test_the_memory_of_a_rank_by_hand():
-    """2^30 parameters: 16 GB, a critic as much again, a reference 4. 1,024 tokens x 2^20 logits x 14 bytes: 14 GB. 1,024 tokens x 32
+    """2^30 parameters: 16 GB, a critic as much again, a reference 4. 1,024 tokens x 2^20 logits x 6 bytes: 6 GB, and 1 of float32 pieces. 1,024 tokens x 32
     layers x (16 + 10 + 8) bytes for each of 2^15 units (hidden, queries and keys, MLP): 34 GB, recomputed 2. And 3 GB. Four ranks that split
     matrices and columns in two: states a quarter; logits a quarter; activations (16 + 18 / 2) / 2; gathered (6 x 2^28 + 8 x 2^27) / 2. Offloaded:
     no states, gathered 6 x 2^28 + 8 x 2^27. Two ranks with half of a layer's 2^28 expert parameters each gather 1 GB more than a dense model's, and a token
@@ -130,12 +157,12 @@ def test_the_memory_of_a_rank_by_hand():
     def memory(shape=dense, ref=0, critic=0, **flags) -> tuple:
         return tuple(rank_memory(shape, config, replace(cfg, **flags), ref, critic).values())
 
-    assert memory() == (16, 14 + 34, 3)
-    assert memory(ref=2**30, critic=2**30, activation_checkpointing=True) == (36, 14 + 2, 3)
-    assert memory(trainers=4, tp_size=2, cp_size=2) == (4, 14 / 4 + 12.5 + 1.25, 3)
-    assert memory(trainers=4, dp_replicate_size=2) == (8, 14 + 34 + 2.5, 3)
-    assert memory(offload_optimizer=True) == (0, 14 + 34 + 2.5, 3)
-    assert memory(mixture, trainers=2, ep_size=2) == (8, 14 + 34.25 + 2.5 + 1, 3)
+    assert memory() == (16, 7 + 34, 3)
+    assert memory(ref=2**30, critic=2**30, activation_checkpointing=True) == (36, 7 + 2, 3)
+    assert memory(trainers=4, tp_size=2, cp_size=2) == (4, 6 / 4 + 1 + 12.5 + 1.25, 3)
+    assert memory(trainers=4, dp_replicate_size=2) == (8, 7 + 34 + 2.5, 3)
+    assert memory(offload_optimizer=True) == (0, 7 + 34 + 2.5, 3)
+    assert memory(mixture, trainers=2, ep_size=2) == (8, 7 + 34.25 + 2.5 + 1, 3)
 
 
 @pytest.mark.parametrize("more", [{}, {"hidden_size": 512}, {"num_attention_heads": 8, "intermediate_size": 2048, "moe_intermediate_size": 512}])
