@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -317,10 +318,13 @@ class Engine:
         await self._control(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True))
 
     @ray.method(concurrency_group="control")
-    async def resume(self, version: int) -> None:
-        """From here on tokens are of `version`."""
-        self.version = version
-        await self._control(self.llm.resume_generation())
+    async def resume(self, version: int) -> list[str]:
+        """From here on tokens are of `version`. Returns the engine parameters that the last update did not reach, over all workers; if there are any, it stays paused."""
+        missing = {name for names in await self._control(self.llm.collective_rpc("missing_weights")) for name in names}
+        if not missing:
+            self.version = version
+            await self._control(self.llm.resume_generation())
+        return sorted(missing)
 
     @ray.method(concurrency_group="control")
     async def init_weight_transfer_engine(self, info: dict) -> None:
@@ -343,11 +347,6 @@ class Engine:
         await self._control(self.llm.finish_weight_update())
 
     @ray.method(concurrency_group="control")
-    async def missing_weights(self) -> list[str]:
-        """Engine parameters that the last update did not reach, over all workers."""
-        return sorted({name for names in await self._control(self.llm.collective_rpc("missing_weights")) for name in names})
-
-    @ray.method(concurrency_group="control")
     async def stop(self) -> None:
         self.llm.shutdown()
 
@@ -363,13 +362,6 @@ class Group:
     dropped: Counter = field(default_factory=Counter)                # reason -> number of rollouts
     errors: list[str] = field(default_factory=list)                  # what went wrong, in words
     notes: list[str] = field(default_factory=list)                   # what the worker's chat server has to say, each once
-
-    def own(self) -> "Group":
-        """Itself, with arrays of its own: those that came from another process lie in Ray's object store, which they would fill."""
-        for segment in (s for segments in self.rollouts for s in segments):
-            for name in ("token_ids", "response_mask", "behaviour_logprobs", "policy_versions"):
-                setattr(segment, name, getattr(segment, name).copy())
-        return self
 
     @property
     def mean_reward(self) -> float:
@@ -699,9 +691,11 @@ class Pool:
         began = time.monotonic()
         if self.order == "start":
             flight = self.running[0]
-            await asyncio.wait([flight.task])
+            if flight.ended is None:
+                await asyncio.wait([flight.task])
         else:
-            await asyncio.wait([f.task for f in self.running], return_when=asyncio.FIRST_COMPLETED)
+            if all(f.ended is None for f in self.running):
+                await asyncio.wait([f.task for f in self.running], return_when=asyncio.FIRST_COMPLETED)
             flight = min((f for f in self.running if f.ended is not None), key=lambda f: f.ended)
         self.running.remove(flight)
         younger = [f.ended for f in self.running if f.ended is not None]
@@ -715,10 +709,19 @@ class Pool:
         if len(group.rollouts) < self.min_rollouts:
             return False
         self.considered.append(group)
-        if self.band and not self.band[0] < group.mean_reward < self.band[1]:
+        if self.filtered(group):
             self.dropped["filtered"] += len(group.rollouts)
             return False
         return True
+
+    def filtered(self, group: Group) -> bool:
+        return bool(self.band) and not self.band[0] < group.mean_reward < self.band[1]
+
+    def ready(self, count: int) -> bool:
+        """Whether `take(count)` would wait for nothing, so that not even one pass of the event loop comes between."""
+        complete = takewhile(lambda f: f.ended is not None, self.running) if self.order == "start" else (f for f in self.running if f.ended is not None)
+        groups = [f.task.result() for f in complete]
+        return sum(len(g.rollouts) >= self.min_rollouts and not self.filtered(g) for g in groups) >= count
 
     async def take(self, count: int) -> list[Group]:
         """The next `count` usable groups. Raises ValueError when nothing usable comes any more."""

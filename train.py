@@ -357,7 +357,7 @@ class Parts:
             worker, engine = self.workers[place % len(self.workers)], self.engines[place % len(self.engines)]
             call = worker.run_groups.remote(prompts, engine, samples, temperature, seed, name)
             try:
-                groups = [group.own() for group in await call]
+                groups = await call
                 for note in (note for group in groups for note in group.notes):
                     console.print(f"[yellow]{escape(note)}[/]", soft_wrap=True)
                 return groups
@@ -565,6 +565,7 @@ def make_pool(cfg: Config, parts: Parts, prompts: list[dict], first: int) -> Poo
 
 async def start(cfg: Config, plan: Plan) -> Parts:
     """Start engines, trainers and agent workers at the same time; the first publish is up to the caller."""
+    torch.set_num_threads(1)                             # the driver's tensors are small: a second thread of its own would spin where engine and trainer compute
     gen = replace(cfg.generator, routing_replay="on" if plan.replay else "off")
     threads = 1 if plan.device == "cuda" else max(1, plan.cores * len(plan.nodes) // gen.engines)   # a GPU engine only prepares its steps on the CPU
     engine_threads = {"env_vars": {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
@@ -581,11 +582,12 @@ async def start(cfg: Config, plan: Plan) -> Parts:
 # ---------------------------------------------------------------------------------------------------- the loop
 async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log: "Log", first: int, kl_scale: float) -> None:
     """One training step, a phase a line. version = batches trained = publishes = what vLLM samples with."""
-    trainer, clock, aggregation, method = parts.trainer, log.clock, AGGREGATIONS[cfg.losses.aggregation], ESTIMATORS[cfg.estimator]
+    trainer, clock, aggregation, method, P = parts.trainer, log.clock, AGGREGATIONS[cfg.losses.aggregation], ESTIMATORS[cfg.estimator], cfg.generator.prompts_per_step
     for version in range(first, cfg.steps):
         clock.take()                                                              # evals and checkpoints are no part of a step
         async with clock("generation", partial(parts.waiting_for, pool)):
-            groups = await parts.guarded(pool.take(cfg.generator.prompts_per_step), version)   # none started more than max_staleness publishes ago
+            taking = pool.take(P)                                                 # none started more than max_staleness publishes ago
+            groups = await (taking if pool.ready(P) else parts.guarded(taking, version))   # at once where it can: the trainer has its batch before the groups just released are sent out
         async with clock("train", f"the trainer, step {version + 1}"):            # meanwhile the pool's next groups are generated
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             batch = collate(rollouts, aggregation, cfg.generator.temperature, cfg.trainer.minibatches, cfg.losses.mask_truncated, version)
