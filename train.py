@@ -608,7 +608,7 @@ async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log:
             async with clock("drain", partial(parts.waiting_for, pool)):
                 await pool.drained(parts.stalled)                                 # rollouts end under the weights they began with
         async with clock("publish", f"version {version + 1} to be published"):
-            await parts.publish(version + 1)                                      # from here on vLLM samples the new weights
+            await asyncio.gather(parts.publish(version + 1), log.save(groups, batch))   # from here on vLLM samples the new weights
         row = log.row(batch, groups, pool, metrics, parts.restarts)
         if due(cfg.eval_every, version + 1, cfg.steps):
             async with clock("eval", f"the eval of version {version + 1}"):       # before the next publish: one version
@@ -776,9 +776,12 @@ class Log:
         if metrics["mismatch_cut_frac"] > 0.999 and self.cfg.losses.mismatch_mode == "mask":
             console.print(f"[yellow]step {version + 1}: --mismatch-mode mask dropped every token, so nothing was learned.[/] Widen --mismatch-low/-high or --mismatch-limit.")
         pool.head_seconds, pool.considered = 0.0, []
-        if self.cfg.save_rollouts:
-            save_rollouts(self.directory / "rollouts" / f"{version + 1:06d}.npz", groups, batch)
         return row
+
+    async def save(self, groups: list[Group], batch: Batch) -> None:
+        """What was trained, to rollouts/, in a thread."""
+        if self.cfg.save_rollouts:
+            await asyncio.to_thread(save_rollouts, self.directory / "rollouts" / f"{batch.version + 1:06d}.npz", groups, batch)
 
     async def keep_best(self, row: dict, trainer: Trainer) -> None:
         """Export to best/ when the eval is better than that of what lies there (a resumed run may have lost the row): the weights are those of the eval, for it ended before the next update."""

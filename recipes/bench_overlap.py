@@ -1,6 +1,6 @@
 """What overlap pays: a step against generation alone and training alone, on the same actors in one run.
 
-    python recipes/bench_overlap.py [-- any flag of train.py]      about 4 minutes
+    python recipes/bench_overlap.py [-- any flag of train.py]      about 3 minutes
 
 The trainer is pinned to core 1, the driver, the engine and the agent worker to core 0, one thread each, in every measurement (Ray's own processes run
 where there is room): on cores that both share, a step costs the sum of the two, whatever the order. Every measurement starts a batch of prompt groups as
@@ -37,7 +37,7 @@ from train import Config, Log, Parts, loop, make_pool, parse, quiet, resolve, st
 class Bench:
     """Step time against generation alone and training alone."""
 
-    rounds: int = 4                    # turns of each measurement
+    rounds: int = 3                    # turns of each measurement
     measured: int = 6                  # steps of a turn that count
     warm: int = 2                      # steps before them that do not
     flags: Annotated[tuple[str, ...], tyro.conf.Positional] = ()   # flags of train.py, behind --
