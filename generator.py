@@ -10,6 +10,7 @@ Sources: the streaming pool is arXiv:2607.21653, section 3; the order-of-start r
 """
 
 import asyncio
+import gc
 import json
 import os
 import threading
@@ -256,6 +257,7 @@ class Engine:
             weight_transfer_config=WeightTransferConfig(backend=self.transfer), **(cpu if self.transfer == "gloo" else gpu))
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**fixed | self.cfg.engine_arguments))
         await self.llm.collective_rpc("watch_weights")
+        gc.freeze()
         return [process.pid for process in psutil.Process().children(recursive=True)]
 
     async def generate(self, requests: list[tuple], sampling: list[Sampling]) -> list[Completion]:
@@ -396,6 +398,7 @@ class AgentWorker:
         self.budget = Budget(cfg.context_length, cfg.max_new_tokens)
         self.life = uuid.uuid4().hex[:8]                   # an engine may still know requests of an earlier life by name
         self.places: dict[str, dict[int, tuple[str, float]]] = {}   # group -> rollout -> what it is in, since when
+        gc.freeze()                                        # else the collector reads all that was imported, for 0.2 s, every few batches
 
     async def whereabouts(self, group: str) -> str:
         """Which rollout of a group ("name-index") has been longest in the same place, in words. No answer comes while an agent blocks this worker."""

@@ -8,6 +8,7 @@ It knows no model and no engine from inside. Read `loop` first: one training ste
 """
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -574,6 +575,7 @@ async def start(cfg: Config, plan: Plan) -> Parts:
     workers = [AgentWorker.options(num_cpus=0, max_concurrency=100_000, **on_node(plan, i)).remote(plan.model, gen) for i in range(gen.agent_workers)]
     parts = Parts(make_trainer(cfg, plan), engines, workers, plan, gen)
     await parts.start()
+    gc.freeze()
     if len(plan.nodes) > 1:
         console.print(await placement(parts), soft_wrap=True)
     return parts
