@@ -265,8 +265,7 @@ class Engine:
         return await asyncio.gather(*[self._one(s, *request) for request, s in zip(requests, sampling)])
 
     async def _one(self, sampling: Sampling, name: str, token_ids: np.ndarray, max_tokens: int, stop: list[str], images: list[Image] = []) -> Completion:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams   # not from vllm, which looks the name up anew each time
 
         if self.version < 0:
             raise EngineGone("This engine still has dummy weights; publish a version before anything is sampled.")
