@@ -5,7 +5,8 @@
 The trainer is pinned to core 1, the driver, the engine and the agent worker to core 0, one thread each, in every measurement (Ray's own processes run
 where there is room): on cores that both share, a step costs the sum of the two, whatever the order. Every measurement starts a batch of prompt groups as
 the loop does, all at once when the last are complete. They take turns, --rounds times, so that a machine whose speed drifts slows all of them alike;
-figures are medians over the steps of all rounds, the first --warm and the last of each round left out (beside the last nothing is generated).
+figures are medians over the steps of all rounds, the first --warm and the last of each round left out (beside the last nothing is generated). The
+learning rate is 0, so that the policy, and with it the length of its answers, is the same in all of them; everything else of an update is done.
 "Beside generation" is training alone while the engine samples, with nothing exchanged: what it takes longer is the cores', not the loop's.
 """
 
@@ -58,41 +59,41 @@ async def pin(parts: Parts) -> None:
                          *[r.__ray_call__.remote(lambda self: to_core(1)) for r in parts.trainer.ranks])
 
 
-async def generation(cfg: Config, parts: Parts, steps: float) -> tuple[list[float], list]:
-    """Seconds of each of so many batches of groups, started as the loop does: all at once, when the last are complete; and the last of them."""
-    pool, seconds, groups = make_pool(cfg, parts, read_prompts(cfg.generator, "train"), 0), [], []
+async def generation(cfg: Config, parts: Parts, steps: float) -> tuple[list[dict], list[list]]:
+    """Seconds and tokens of each of so many batches of groups, started as the loop does, all at once, when the last are complete; and the batches."""
+    pool, rows, batches = make_pool(cfg, parts, read_prompts(cfg.generator, "train"), 0), [], []
     try:
-        while len(seconds) < steps:
+        while len(rows) < steps:
             began = time.monotonic()
-            groups = await pool.take(cfg.generator.prompts_per_step)
+            batches.append(await pool.take(cfg.generator.prompts_per_step))
             await pool.drained(set())
-            pool.release(len(groups), 0)
-            seconds.append(time.monotonic() - began)
+            pool.release(len(batches[-1]), 0)
+            rows.append({"step_seconds": time.monotonic() - began, "response_tokens": sum(int(s.response_mask.sum()) for g in batches[-1] for r in g.rollouts for s in r)})
     finally:
         await pool.drained(set())
-    return seconds, groups
+    return rows, batches
 
 
-async def training(cfg: Config, parts: Parts, steps: int, groups: list) -> list[float]:
-    """Seconds of the loop's work on one batch, so many times: collate, old logprobs, advantages, update."""
-    seconds, method = [], ESTIMATORS[cfg.estimator]
-    for _ in range(steps):
+async def training(cfg: Config, parts: Parts, batches: list[list]) -> list[dict]:
+    """Seconds and tokens of the loop's work on each batch: collate, old logprobs, advantages, update."""
+    rows, method = [], ESTIMATORS[cfg.estimator]
+    for groups in batches:
         began = time.monotonic()
         batch = collate([r for g in groups for r in g.rollouts], AGGREGATIONS[cfg.losses.aggregation], cfg.generator.temperature, cfg.trainer.minibatches, version=0)
         batch.old_logprobs = await parts.trainer.logprobs(batch)
         batch.advantages = method(batch, cfg.estimation)
         await parts.trainer.update(batch, cfg.losses.loss)
-        seconds.append(time.monotonic() - began)
-    return seconds
+        rows.append({"step_seconds": time.monotonic() - began, "response_tokens": int(batch.response_mask.sum())})
+    return rows
 
 
-async def beside(cfg: Config, parts: Parts, steps: int, groups: list) -> list[float]:
-    """Those seconds while the engine samples batch after batch for nobody."""
+async def beside(cfg: Config, parts: Parts, batches: list[list]) -> list[dict]:
+    """The same while the engine samples batch after batch for nobody."""
     sampling = asyncio.ensure_future(generation(cfg, parts, float("inf")))
-    seconds = await training(cfg, parts, steps, groups)
+    rows = await training(cfg, parts, batches)
     sampling.cancel()
     await asyncio.wait([sampling])
-    return seconds
+    return rows
 
 
 async def loop_rows(cfg: Config, parts: Parts, steps: int, staleness: int) -> list[dict]:
@@ -107,7 +108,7 @@ async def loop_rows(cfg: Config, parts: Parts, steps: int, staleness: int) -> li
 
 
 async def main(bench: Bench) -> None:
-    cfg, _ = parse(["--eval-every", "0", "--eval-prompts", "1", "--eval-samples", "0", "--checkpoint-every", "0", *bench.flags])
+    cfg, _ = parse(["--eval-every", "0", "--eval-prompts", "1", "--eval-samples", "0", "--checkpoint-every", "0", "--learning-rate", "0", *bench.flags])
     quiet()
     start_ray(None)
     parts = await start(cfg, replace(resolve(cfg), cores=1))
@@ -115,19 +116,19 @@ async def main(bench: Bench) -> None:
     await parts.publish(0)
     steps, counted, seen = bench.warm + bench.measured + 1, slice(bench.warm, -1), defaultdict(list)
     for _ in range(bench.rounds):
-        seconds, groups = await generation(cfg, parts, steps)
-        seen["generation alone"] += [{"step_seconds": s} for s in seconds[counted]]
-        seen["training alone"] += [{"step_seconds": s} for s in (await training(cfg, parts, steps, groups))[counted]]
-        seen["training beside generation"] += [{"step_seconds": s} for s in (await beside(cfg, parts, steps, groups))[counted]]
+        rows, batches = await generation(cfg, parts, steps)
+        seen["generation alone"] += rows[counted]
+        seen["training alone"] += (await training(cfg, parts, batches))[counted]
+        seen["training beside generation"] += (await beside(cfg, parts, batches))[counted]
         for k, what in enumerate(("synchronous step, --max-staleness 0", "asynchronous step, --max-staleness 1")):
             seen[what] += (await loop_rows(cfg, parts, steps, k))[counted]
-    rows = [{"what": what} | {name: statistics.median(row.get(name, 0.0) for row in steps) for name in ("step_seconds", "drain_seconds", "publish_seconds")} for what, steps in seen.items()]
+    rows = [{"what": what} | {name: statistics.median(row.get(name, 0.0) for row in steps) for name in ("step_seconds", "response_tokens", "drain_seconds", "publish_seconds")} for what, steps in seen.items()]
     alone, trained = rows[0]["step_seconds"], rows[1]["step_seconds"]
     for row in rows:
         row |= {"larger": row["step_seconds"] / max(alone, trained), "sum": row["step_seconds"] / (alone + trained)}
     Console(width=120).print(table("Seconds, medians", rows, {
         "what": ("", "{}"), "step_seconds": ("seconds", "{:.3f}"), "larger": ("/ larger of the two", "{:.2f}"), "sum": ("/ their sum", "{:.2f}"),
-        "drain_seconds": ("drain", "{:.3f}"), "publish_seconds": ("publish", "{:.3f}")}))
+        "response_tokens": ("tokens", "{:.0f}"), "drain_seconds": ("drain", "{:.3f}"), "publish_seconds": ("publish", "{:.3f}")}))
     await asyncio.wait([asyncio.ensure_future(e.stop.remote()) for e in parts.engines], timeout=10)
     ray.shutdown()
 
