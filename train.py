@@ -575,7 +575,8 @@ async def start(cfg: Config, plan: Plan) -> Parts:
     workers = [AgentWorker.options(num_cpus=0, max_concurrency=100_000, **on_node(plan, i)).remote(plan.model, gen) for i in range(gen.agent_workers)]
     parts = Parts(make_trainer(cfg, plan), engines, workers, plan, gen)
     await parts.start()
-    gc.freeze()
+    gc.collect()
+    gc.freeze()                                          # what was imported: the collector would read all of it, for 0.2 s, every few steps
     if len(plan.nodes) > 1:
         console.print(await placement(parts), soft_wrap=True)
     return parts
