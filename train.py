@@ -602,7 +602,7 @@ async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log:
                 batch.values = await trainer.values(batch)                        # [B, T]
                 batch.returns = value_targets(batch, cfg.estimation)              # [B, T]
             batch.advantages = method(batch, cfg.estimation)                      # [B, T]
-            metrics = await trainer.update(batch, cfg.losses.loss)                # losses.py, backward, optimizer steps
+            metrics, _ = await asyncio.gather(trainer.update(batch, cfg.losses.loss), log.save(groups, batch))   # losses.py, backward, optimizer steps; rollouts/
             if method.critic:
                 metrics |= await trainer.update(batch, "value")
             if cfg.reference:
@@ -611,7 +611,7 @@ async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log:
             async with clock("drain", partial(parts.waiting_for, pool)):
                 await pool.drained(parts.stalled)                                 # rollouts end under the weights they began with
         async with clock("publish", f"version {version + 1} to be published"):
-            await asyncio.gather(parts.publish(version + 1), log.save(groups, batch))   # from here on vLLM samples the new weights
+            await parts.publish(version + 1)                                      # from here on vLLM samples the new weights
         row = log.row(batch, groups, pool, metrics, parts.restarts)
         if due(cfg.eval_every, version + 1, cfg.steps):
             async with clock("eval", f"the eval of version {version + 1}"):       # before the next publish: one version
@@ -782,7 +782,7 @@ class Log:
         return row
 
     async def save(self, groups: list[Group], batch: Batch) -> None:
-        """What was trained, to rollouts/, in a thread."""
+        """What is trained, to rollouts/, in a thread while the trainer is at it."""
         if self.cfg.save_rollouts:
             await asyncio.to_thread(save_rollouts, self.directory / "rollouts" / f"{batch.version + 1:06d}.npz", groups, batch)
 

@@ -6,7 +6,8 @@ The trainer is pinned to core 1, the driver, the engine and the agent worker to 
 where there is room): on cores that both share, a step costs the sum of the two, whatever the order. Every measurement starts a batch of prompt groups as
 the loop does, all at once when the last are complete. They take turns, --rounds times, so that a machine whose speed drifts slows all of them alike;
 figures are medians over the steps of all rounds, the first --warm and the last of each round left out (beside the last nothing is generated). The
-learning rate is 0, so that the policy, and with it the length of its answers, is the same in all of them; everything else of an update is done.
+columns from "quick" on are the same with lower quartiles: cores of a virtual machine may flip between two speeds within seconds, whatever runs there.
+The learning rate is 0, so that the policy, and with it the length of its answers, is the same in all of them; everything else of an update is done.
 "Beside generation" is training alone while the engine samples, with nothing exchanged: what it takes longer is the cores', not the loop's.
 """
 
@@ -123,11 +124,15 @@ async def main(bench: Bench) -> None:
         for k, what in enumerate(("synchronous step, --max-staleness 0", "asynchronous step, --max-staleness 1")):
             seen[what] += (await loop_rows(cfg, parts, steps, k))[counted]
     rows = [{"what": what} | {name: statistics.median(row.get(name, 0.0) for row in steps) for name in ("step_seconds", "response_tokens", "drain_seconds", "publish_seconds")} for what, steps in seen.items()]
-    alone, trained = rows[0]["step_seconds"], rows[1]["step_seconds"]
     for row in rows:
-        row |= {"larger": row["step_seconds"] / max(alone, trained), "sum": row["step_seconds"] / (alone + trained)}
+        row["quick"] = statistics.quantiles([step["step_seconds"] for step in seen[row["what"]]], n=4)[0]
+    for name in ("step_seconds", "quick"):
+        alone, trained = rows[0][name], rows[1][name]
+        for row in rows:
+            row |= {f"{name}/larger": row[name] / max(alone, trained), f"{name}/sum": row[name] / (alone + trained)}
     Console(width=120).print(table("Seconds, medians", rows, {
-        "what": ("", "{}"), "step_seconds": ("seconds", "{:.3f}"), "larger": ("/ larger of the two", "{:.2f}"), "sum": ("/ their sum", "{:.2f}"),
+        "what": ("", "{}"), "step_seconds": ("seconds", "{:.3f}"), "step_seconds/larger": ("/ larger", "{:.2f}"), "step_seconds/sum": ("/ sum", "{:.2f}"),
+        "quick": ("quick", "{:.3f}"), "quick/larger": ("/ larger", "{:.2f}"), "quick/sum": ("/ sum", "{:.2f}"),
         "response_tokens": ("tokens", "{:.0f}"), "drain_seconds": ("drain", "{:.3f}"), "publish_seconds": ("publish", "{:.3f}")}))
     await asyncio.wait([asyncio.ensure_future(e.stop.remote()) for e in parts.engines], timeout=10)
     ray.shutdown()
