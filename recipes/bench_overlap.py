@@ -130,7 +130,7 @@ async def main(bench: Bench) -> None:
         alone, trained = rows[0][name], rows[1][name]
         for row in rows:
             row |= {f"{name}/larger": row[name] / max(alone, trained), f"{name}/sum": row[name] / (alone + trained)}
-    Console(width=120).print(table("Seconds, medians", rows, {
+    Console(width=140).print(table("Seconds, medians", rows, {
         "what": ("", "{}"), "step_seconds": ("seconds", "{:.3f}"), "step_seconds/larger": ("/ larger", "{:.2f}"), "step_seconds/sum": ("/ sum", "{:.2f}"),
         "quick": ("quick", "{:.3f}"), "quick/larger": ("/ larger", "{:.2f}"), "quick/sum": ("/ sum", "{:.2f}"),
         "response_tokens": ("tokens", "{:.0f}"), "drain_seconds": ("drain", "{:.3f}"), "publish_seconds": ("publish", "{:.3f}")}))
