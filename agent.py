@@ -38,6 +38,9 @@ class Image:
     length: int
 
 
+ARRAYS = {"token_ids": np.int32, "response_mask": bool, "behaviour_logprobs": np.float32, "policy_versions": np.int32}    # of a Trajectory
+
+
 @dataclass
 class Trajectory:
     """One segment of one rollout: four arrays of equal length [T], grown only by `extend`.
@@ -60,6 +63,13 @@ class Trajectory:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def __getstate__(self) -> dict:
+        """Its arrays as bytes inside the pickle: as buffers beside it each would cost more than its tokens, and lie in Ray's object store, which they would fill."""
+        return vars(self) | {name: np.asarray(getattr(self, name), dtype).tobytes() for name, dtype in ARRAYS.items()}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state | {name: np.frombuffer(state[name], dtype) for name, dtype in ARRAYS.items()})       # read-only; `extend` makes new ones
 
     def extend(self, token_ids, logprobs=None, policy_versions=None, routed_experts=None, images=()) -> None:
         """Append tokens. With logprobs and policy_versions they were *sampled*; without, they were *observed*, and may show `images` (placed in token_ids).

@@ -54,6 +54,13 @@ class Batch:
     routed_experts: list | None = None  # [B] of each row None, or [C, layers, k] (or a Ray reference to it): experts that the engine chose for its first C tokens
     kl_scale: float = 1.0              # factor on both KL coefficients, moved by losses.adapt_kl_scale
 
+    def __getstate__(self) -> dict:
+        """Its tensors as arrays: a pickle carries those as they lie in memory, tensors through torch.save."""
+        return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in vars(self).items()}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update({name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in state.items()})   # from Ray: read-only
+
     def spread(self, per_rollout: Tensor) -> Tensor:
         """[R] -> [B, T]: every response token gets its rollout's number, everything else 0."""
         return per_rollout.to(self.behaviour_logprobs.dtype)[self.rollout, None] * self.response_mask

@@ -10,6 +10,7 @@ Sources: the streaming pool is arXiv:2607.21653, section 3; the order-of-start r
 """
 
 import asyncio
+import gc
 import json
 import os
 import threading
@@ -20,6 +21,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -251,6 +253,7 @@ class Engine:
             weight_transfer_config=WeightTransferConfig(backend=self.transfer), **(cpu if self.transfer == "gloo" else gpu))
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**fixed | self.cfg.engine_arguments))
         await self.llm.collective_rpc("watch_weights")
+        gc.freeze()
         return [process.pid for process in psutil.Process().children(recursive=True)]
 
     async def generate(self, requests: list[tuple], sampling: list[Sampling]) -> list[Completion]:
@@ -258,8 +261,7 @@ class Engine:
         return await asyncio.gather(*[self._one(s, *request) for request, s in zip(requests, sampling)])
 
     async def _one(self, sampling: Sampling, name: str, token_ids: np.ndarray, max_tokens: int, stop: list[str], images: list[Image] = []) -> Completion:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams   # not from vllm, which looks the name up anew each time
 
         if self.version < 0:
             raise EngineGone("This engine still has dummy weights; publish a version before anything is sampled.")
@@ -311,8 +313,9 @@ class Engine:
         await self._control(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True))
 
     @ray.method(concurrency_group="control")
-    async def resume(self, version: int) -> None:
-        """From here on tokens are of `version`; those that requests in flight have so far are of the one before.
+    async def resume(self, version: int) -> list[str]:
+        """From here on tokens are of `version`; those that requests in flight have so far are of the one before. Returns the engine parameters that the last update did
+        not reach, over all workers; if there are any, it stays paused.
 
         What vLLM's process sent before the pause may still lie in its client's queue, or be under way through it in pieces
         of 128 requests: it is counted first.
@@ -327,7 +330,10 @@ class Engine:
             self.version = version
             await self.llm.resume_generation()
 
-        await self._control(relabel())
+        missing = {name for names in await self._control(self.llm.collective_rpc("missing_weights")) for name in names}
+        if not missing:
+            await self._control(relabel())
+        return sorted(missing)
 
     @ray.method(concurrency_group="control")
     async def init_weight_transfer_engine(self, info: dict) -> None:
@@ -350,11 +356,6 @@ class Engine:
         await self._control(self.llm.finish_weight_update())
 
     @ray.method(concurrency_group="control")
-    async def missing_weights(self) -> list[str]:
-        """Engine parameters that the last update did not reach, over all workers."""
-        return sorted({name for names in await self._control(self.llm.collective_rpc("missing_weights")) for name in names})
-
-    @ray.method(concurrency_group="control")
     async def stop(self) -> None:
         self.llm.shutdown()
 
@@ -370,13 +371,6 @@ class Group:
     dropped: Counter = field(default_factory=Counter)                # reason -> number of rollouts
     errors: list[str] = field(default_factory=list)                  # what went wrong, in words
     notes: list[str] = field(default_factory=list)                   # what the worker's chat server has to say, each once
-
-    def own(self) -> "Group":
-        """Itself, with arrays of its own: those that came from another process lie in Ray's object store, which they would fill."""
-        for segment in (s for segments in self.rollouts for s in segments):
-            for name in ("token_ids", "response_mask", "behaviour_logprobs", "policy_versions"):
-                setattr(segment, name, getattr(segment, name).copy())
-        return self
 
     @property
     def mean_reward(self) -> float:
@@ -411,6 +405,7 @@ class AgentWorker:
         self.budget = Budget(cfg.context_length, cfg.max_new_tokens)
         self.life = uuid.uuid4().hex[:8]                   # an engine may still know requests of an earlier life by name
         self.places: dict[str, dict[int, tuple[str, float]]] = {}   # group -> rollout -> what it is in, since when
+        gc.freeze()                                        # else the collector reads all that was imported, for 0.2 s, every few batches
 
     async def whereabouts(self, group: str) -> str:
         """Which rollout of a group ("name-index") has been longest in the same place, in words. No answer comes while an agent blocks this worker."""
@@ -706,9 +701,11 @@ class Pool:
         began = time.monotonic()
         if self.order == "start":
             flight = self.running[0]
-            await asyncio.wait([flight.task])
+            if flight.ended is None:
+                await asyncio.wait([flight.task])
         else:
-            await asyncio.wait([f.task for f in self.running], return_when=asyncio.FIRST_COMPLETED)
+            if all(f.ended is None for f in self.running):
+                await asyncio.wait([f.task for f in self.running], return_when=asyncio.FIRST_COMPLETED)
             flight = min((f for f in self.running if f.ended is not None), key=lambda f: f.ended)
         self.running.remove(flight)
         younger = [f.ended for f in self.running if f.ended is not None]
@@ -722,10 +719,19 @@ class Pool:
         if len(group.rollouts) < self.min_rollouts:
             return False
         self.considered.append(group)
-        if self.band and not self.band[0] < group.mean_reward < self.band[1]:
+        if self.filtered(group):
             self.dropped["filtered"] += len(group.rollouts)
             return False
         return True
+
+    def filtered(self, group: Group) -> bool:
+        return bool(self.band) and not self.band[0] < group.mean_reward < self.band[1]
+
+    def ready(self, count: int) -> bool:
+        """Whether `take(count)` would wait for nothing, so that not even one pass of the event loop comes between."""
+        complete = takewhile(lambda f: f.ended is not None, self.running) if self.order == "start" else (f for f in self.running if f.ended is not None)
+        groups = [f.task.result() for f in complete]
+        return sum(len(g.rollouts) >= self.min_rollouts and not self.filtered(g) for g in groups) >= count
 
     async def take(self, count: int) -> list[Group]:
         """The next `count` usable groups. Raises ValueError when nothing usable comes any more."""

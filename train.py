@@ -8,6 +8,7 @@ It knows no model and no engine from inside. Read `loop` first: one training ste
 """
 
 import asyncio
+import gc
 import json
 import logging
 import math
@@ -363,7 +364,7 @@ class Parts:
             worker, engine = self.workers[place % len(self.workers)], self.engines[place % len(self.engines)]
             call = worker.run_groups.remote(prompts, engine, samples, temperature, seed, name)
             try:
-                groups = [group.own() for group in await call]
+                groups = await call
                 for note in (note for group in groups for note in group.notes):
                     console.print(f"[yellow]{escape(note)}[/]", soft_wrap=True)
                 return groups
@@ -573,6 +574,7 @@ def make_pool(cfg: Config, parts: Parts, prompts: list[dict], first: int) -> Poo
 
 async def start(cfg: Config, plan: Plan) -> Parts:
     """Start engines, trainers and agent workers at the same time; the first publish is up to the caller."""
+    torch.set_num_threads(1)                             # the driver's tensors are small: a second thread of its own would spin where engine and trainer compute
     gen = replace(cfg.generator, routing_replay="on" if plan.replay else "off")
     threads = 1 if plan.device == "cuda" else max(1, plan.cores * len(plan.nodes) // gen.engines)   # a GPU engine only prepares its steps on the CPU
     engine_threads = {"env_vars": {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
@@ -581,6 +583,8 @@ async def start(cfg: Config, plan: Plan) -> Parts:
     workers = [AgentWorker.options(num_cpus=0, max_concurrency=100_000, **on_node(plan, i)).remote(plan.model, gen) for i in range(gen.agent_workers)]
     parts = Parts(make_trainer(cfg, plan), engines, workers, plan, gen)
     await parts.start()
+    gc.collect()
+    gc.freeze()                                          # what was imported: the collector would read all of it, for 0.2 s, every few steps
     if len(plan.nodes) > 1:
         console.print(await placement(parts), soft_wrap=True)
     return parts
@@ -589,11 +593,12 @@ async def start(cfg: Config, plan: Plan) -> Parts:
 # ---------------------------------------------------------------------------------------------------- the loop
 async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log: "Log", first: int, kl_scale: float) -> None:
     """One training step, a phase a line. version = batches trained = publishes = what vLLM samples with."""
-    trainer, clock, aggregation, method = parts.trainer, log.clock, AGGREGATIONS[cfg.losses.aggregation], ESTIMATORS[cfg.estimator]
+    trainer, clock, aggregation, method, P = parts.trainer, log.clock, AGGREGATIONS[cfg.losses.aggregation], ESTIMATORS[cfg.estimator], cfg.generator.prompts_per_step
     clock.take()                                                                  # the first step begins here, each other with the row before it
     for version in range(first, cfg.steps):
         async with clock("generate", partial(parts.waiting_for, pool)):
-            groups = await parts.guarded(pool.take(cfg.generator.prompts_per_step), version)   # none started more than max_staleness publishes ago
+            taking = pool.take(P)                                                 # none started more than max_staleness publishes ago
+            groups = await (taking if pool.ready(P) else parts.guarded(taking, version))   # at once where it can: the trainer has its batch before the groups just released are sent out
         async with clock("samples", f"the batch of step {version + 1}"):          # from here on the pool's next groups are generated meanwhile
             batch = collate([rollout for group in groups for rollout in group.rollouts], aggregation, cfg.generator.temperature, cfg.trainer.minibatches, cfg.losses.mask_truncated, version)
             batch.rollout_rewards = shape_rewards(batch, cfg.estimation, cfg.generator.context_length)   # [R]
@@ -605,7 +610,7 @@ async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log:
                 batch.values = await trainer.values(batch)                        # [B, T]
         async with clock("update", f"the trainer, step {version + 1}: update"):
             batch.advantages = method(batch, cfg.estimation)                      # [B, T]
-            metrics = await trainer.update(batch, cfg.losses.loss)                # losses.py, backward, optimizer steps
+            metrics, _ = await asyncio.gather(trainer.update(batch, cfg.losses.loss), log.save(groups, batch))   # losses.py, backward, optimizer steps; rollouts/
             if method.critic:
                 batch.returns = value_targets(batch, cfg.estimation)              # [B, T]
                 metrics |= await trainer.update(batch, "value")
@@ -681,7 +686,7 @@ PHASES = ("generate", "wait", "samples", "logprobs", "update", "publish", "rest"
 class Clock:
     """Where a step's seconds go: `async with clock("update", what):` waits for `what`, and adds the seconds to that phase.
 
-    A step lasts from one `take` to the next. `rest` is what no phase timed: after a row is made, the log, the rollouts file and
+    A step lasts from one `take` to the next. `rest` is what no phase timed: after a row is made, the log and
     release are the next row's rest. What is timed under a name that is no phase (eval, checkpoint) is no part of the step.
     """
 
@@ -797,9 +802,12 @@ class Log:
         if metrics["mismatch_cut_frac"] > 0.999 and self.cfg.losses.mismatch_mode == "mask":
             console.print(f"[yellow]step {version + 1}: --mismatch-mode mask dropped every token, so nothing was learned.[/] Widen --mismatch-low/-high or --mismatch-limit.")
         pool.head_seconds, pool.considered = 0.0, []
-        if self.cfg.save_rollouts:
-            save_rollouts(self.directory / "rollouts" / f"{version + 1:06d}.npz", groups, batch)
         return row
+
+    async def save(self, groups: list[Group], batch: Batch) -> None:
+        """What is trained, to rollouts/, in a thread while the trainer is at it."""
+        if self.cfg.save_rollouts:
+            await asyncio.to_thread(save_rollouts, self.directory / "rollouts" / f"{batch.version + 1:06d}.npz", groups, batch)
 
     async def keep_best(self, row: dict, trainer: Trainer) -> None:
         """Export to best/ when the eval is better than that of what lies there (a resumed run may have lost the row): the weights are those of the eval, for it ended before the next update."""

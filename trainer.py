@@ -14,6 +14,7 @@ Sources: FSDP2 is torch.distributed.fsdp.fully_shard; models and sharding plans 
 """
 
 import asyncio
+import gc
 import json
 import os
 import pickle
@@ -586,6 +587,7 @@ class Rank:
         self.policy = Learner(self.model, mesh, cfg.learning_rate, cfg, self.steps)
         self.ref = load_model(cfg.ref or self.path, self.dtype, self.device, cfg, trained=False, vision=sees)[0].eval() if ref else None
         self.critic = Learner(*load_model(cfg.critic or self.path, self.dtype, self.device, cfg, critic=True), cfg.critic_learning_rate, cfg, self.steps) if critic else None
+        gc.freeze()
         return sum(p.numel() for p in self.model.parameters())
 
     def split(self, until_backward: ExitStack) -> SplitRows | None:

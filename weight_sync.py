@@ -275,7 +275,7 @@ async def publish(trainer, engines: list, version: int, waiting: Callable[[str],
     """Bring the trainer's weights to every engine as `version`: pause(keep), send, check coverage, relabel, resume.
 
     The label changes just before resume, when no token of the old weights can still arrive. Caches of the old weights
-    are dropped by the pause. Raises RuntimeError, engines left paused, when some engine parameter was not reached.
+    are dropped by the pause. Raises RuntimeError when some engine parameter was not reached; that engine stays paused.
     `waiting(what)` is the caller's context around each wait: it says what is awaited, and raises when that takes too
     long, for vLLM's transfer itself never gives up.
     """
@@ -283,11 +283,9 @@ async def publish(trainer, engines: list, version: int, waiting: Callable[[str],
         await asyncio.gather(*[e.pause.remote() for e in engines])
     async with waiting(f"the weights of version {version} to be sent and received"):
         await trainer.send_weights()
-    async with waiting(f"the engines to say what they received of version {version}"):
-        missing = {name for names in await asyncio.gather(*[e.missing_weights.remote() for e in engines]) for name in names}
+    async with waiting(f"the engines to say what they received of version {version}, and to resume"):
+        missing = {name for names in await asyncio.gather(*[e.resume.remote(version) for e in engines]) for name in names}
     if missing:
         raise RuntimeError(
             f"Publishing version {version} did not reach {len(missing)} engine parameters: {', '.join(sorted(missing)[:8])}. They would go on with "
             "other weights than the trainer's. Compare the names that weight_sync.PolicySource yields with the engine's model.")
-    async with waiting(f"the engines to resume with version {version}"):
-        await asyncio.gather(*[e.resume.remote(version) for e in engines])

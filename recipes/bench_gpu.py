@@ -34,7 +34,7 @@ from agent import Trajectory, render_prompt  # noqa: E402
 from estimators import ESTIMATORS, collate  # noqa: E402
 from generator import AgentWorker, Sampling, read_prompts  # noqa: E402
 from losses import AGGREGATIONS  # noqa: E402
-from recipes.bench_overlap import generation, step  # noqa: E402
+from recipes.bench_overlap import generation, loop_rows  # noqa: E402
 from recipes.bench_pool import table  # noqa: E402
 from train import Config, Parts, Plan, parse, quiet, resolve, start, start_ray  # noqa: E402
 from weight_sync import publish  # noqa: E402
@@ -298,8 +298,10 @@ async def steps(cfg: Config, parts: Parts, bench: Bench, partial: bool, trained:
     """The loop's steps, with or without partial rollout, beside generation alone in the same pool and training alone."""
     cfg = replace(cfg, generator=replace(cfg.generator, partial_rollout=partial))
     await parts.publish(0)
-    alone, _ = await generation(cfg, parts, replace(bench, warm=1))
-    seen = await step(cfg, parts, bench, cfg.generator.max_staleness)
+    rows, _ = await generation(cfg, parts, 1 + bench.measured)
+    alone = statistics.median(row["step_seconds"] for row in rows[1:])
+    rows = (await loop_rows(cfg, parts, bench.warm + bench.measured + 1, cfg.generator.max_staleness))[bench.warm: -1]      # beside the last nothing is generated
+    seen = {name: statistics.median(row[name] for row in rows) for name in rows[0] if name.endswith("_seconds")}
     return seen | {"what": "kept in flight over a publish" if partial else "ended before a publish", "alone": alone, "trained": trained, "ratio": seen["step_seconds"] / max(alone, trained)}
 
 

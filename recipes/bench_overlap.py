@@ -3,7 +3,12 @@
     python recipes/bench_overlap.py [-- any flag of train.py]      about 3 minutes
 
 The trainer is pinned to core 1, the driver, the engine and the agent worker to core 0, one thread each, in every measurement (Ray's own processes run
-where there is room): on cores that both share, a step costs the sum of the two, whatever the order. Medians over --measured steps after --warm ones.
+where there is room): on cores that both share, a step costs the sum of the two, whatever the order. Every measurement starts a batch of prompt groups as
+the loop does, all at once when the last are complete. They take turns, --rounds times, so that a machine whose speed drifts slows all of them alike;
+figures are medians over the steps of all rounds, the first --warm and the last of each round left out (beside the last nothing is generated). The
+columns from "quick" on are the same with lower quartiles: cores of a virtual machine may flip between two speeds within seconds, whatever runs there.
+The learning rate is 0, so that the policy, and with it the length of its answers, is the same in all of them; everything else of an update is done.
+"Beside generation" is training alone while the engine samples, with nothing exchanged: what it takes longer is the cores', not the loop's.
 """
 
 import asyncio
@@ -12,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -26,15 +32,16 @@ from estimators import ESTIMATORS, collate  # noqa: E402
 from generator import read_prompts  # noqa: E402
 from losses import AGGREGATIONS  # noqa: E402
 from recipes.bench_pool import table  # noqa: E402
-from train import PHASES, Config, Log, Parts, loop, make_pool, parse, quiet, resolve, start, start_ray  # noqa: E402
+from train import Config, Log, Parts, loop, make_pool, parse, quiet, resolve, start, start_ray  # noqa: E402
 
 
 @dataclass(frozen=True)
 class Bench:
     """Step time against generation alone and training alone."""
 
-    measured: int = 20                 # steps of each measurement
-    warm: int = 4                      # steps before them that do not count
+    rounds: int = 3                    # turns of each measurement
+    measured: int = 6                  # steps of a turn that count
+    warm: int = 2                      # steps before them that do not
     flags: Annotated[tuple[str, ...], tyro.conf.Positional] = ()   # flags of train.py, behind --
 
 
@@ -53,59 +60,81 @@ async def pin(parts: Parts) -> None:
                          *[r.__ray_call__.remote(lambda self: to_core(1)) for r in parts.trainer.ranks])
 
 
-async def generation(cfg: Config, parts: Parts, bench: Bench) -> tuple[float, list]:
-    """Seconds of a batch of groups with the trainer idle, and the last of them."""
-    pool, seconds = make_pool(cfg, parts, read_prompts(cfg.generator, "train"), 0), []
-    for _ in range(bench.warm + bench.measured):
-        began = time.monotonic()
-        groups = await pool.take(cfg.generator.prompts_per_step)
-        pool.release(len(groups), 0)
-        seconds.append(time.monotonic() - began)
-    await pool.drained(set())
-    return statistics.median(seconds[bench.warm:]), groups
+async def generation(cfg: Config, parts: Parts, steps: float) -> tuple[list[dict], list[list]]:
+    """Seconds and tokens of each of so many batches of groups, started as the loop does: all at once when the last are complete, or, with --partial-rollout, when a batch is; and the batches."""
+    pool, rows, batches = make_pool(cfg, parts, read_prompts(cfg.generator, "train"), 0), [], []
+    try:
+        while len(rows) < steps:
+            began = time.monotonic()
+            batches.append(await pool.take(cfg.generator.prompts_per_step))
+            if not cfg.generator.partial_rollout:
+                await pool.drained(set())
+            pool.release(len(batches[-1]), 0)
+            rows.append({"step_seconds": time.monotonic() - began, "response_tokens": sum(int(s.response_mask.sum()) for g in batches[-1] for r in g.rollouts for s in r)})
+    finally:
+        await pool.drained(set())
+    return rows, batches
 
 
-async def training(cfg: Config, parts: Parts, bench: Bench, groups: list) -> float:
-    """Seconds of the loop's work on one batch with the engines idle: collate, old logprobs, advantages, update."""
-    seconds, method = [], ESTIMATORS[cfg.estimator]
-    for _ in range(bench.warm + bench.measured):
+async def training(cfg: Config, parts: Parts, batches: list[list]) -> list[dict]:
+    """Seconds and tokens of the loop's work on each batch: collate, old logprobs, advantages, update."""
+    rows, method = [], ESTIMATORS[cfg.estimator]
+    for groups in batches:
         began = time.monotonic()
         batch = collate([r for g in groups for r in g.rollouts], AGGREGATIONS[cfg.losses.aggregation], cfg.generator.temperature, cfg.trainer.minibatches, version=0)
         batch.old_logprobs = await parts.trainer.logprobs(batch)
         batch.advantages = method(batch, cfg.estimation)
         await parts.trainer.update(batch, cfg.losses.loss)
-        seconds.append(time.monotonic() - began)
-    return statistics.median(seconds[bench.warm:])
+        rows.append({"step_seconds": time.monotonic() - began, "response_tokens": int(batch.response_mask.sum())})
+    return rows
 
 
-async def step(cfg: Config, parts: Parts, bench: Bench, staleness: int) -> dict[str, float]:
-    """Medians of the phases of train.py's own loop."""
-    cfg = replace(cfg, steps=bench.warm + bench.measured, generator=replace(cfg.generator, max_staleness=staleness))
+async def beside(cfg: Config, parts: Parts, batches: list[list]) -> list[dict]:
+    """The same while the engine samples batch after batch for nobody."""
+    sampling = asyncio.ensure_future(generation(cfg, parts, float("inf")))
+    rows = await training(cfg, parts, batches)
+    sampling.cancel()
+    await asyncio.wait([sampling])
+    return rows
+
+
+async def loop_rows(cfg: Config, parts: Parts, steps: int, staleness: int) -> list[dict]:
+    """Rows of train.py's own loop."""
+    cfg = replace(cfg, steps=steps, generator=replace(cfg.generator, max_staleness=staleness))
     with tempfile.TemporaryDirectory() as directory:
         log = Log(cfg, Path(directory), 0)
         await parts.publish(0)
         await loop(cfg, parts, make_pool(cfg, parts, read_prompts(cfg.generator, "train"), 0), read_prompts(cfg.generator, "eval"), log, 0, 1.0)
         log.close()
-        rows = [row for row in log.rows if "reward" in row][bench.warm:]
-    return {name: statistics.median(row[name] for row in rows) for name in ("step_seconds", *(f"{phase}_seconds" for phase in PHASES))}
+        return [row for row in log.rows if "reward" in row]
 
 
 async def main(bench: Bench) -> None:
-    cfg, _ = parse(["--eval-every", "0", "--eval-prompts", "1", "--eval-samples", "0", "--checkpoint-every", "0", *bench.flags])
+    cfg, _ = parse(["--eval-every", "0", "--eval-prompts", "1", "--eval-samples", "0", "--checkpoint-every", "0", "--learning-rate", "0", *bench.flags])
     quiet()
     start_ray(None)
     parts = await start(cfg, replace(resolve(cfg), cores=1))
     await pin(parts)
     await parts.publish(0)
-    alone, groups = await generation(cfg, parts, bench)
-    trained = await training(cfg, parts, bench, groups)
-    rows = [{"what": "generation alone", "step_seconds": alone}, {"what": "training alone", "step_seconds": trained}]
-    rows += [{"what": what} | await step(cfg, parts, bench, k) for what, k in (("synchronous step, --max-staleness 0", 0), ("asynchronous step, --max-staleness 1", 1))]
+    steps, counted, seen = bench.warm + bench.measured + 1, slice(bench.warm, -1), defaultdict(list)
+    for _ in range(bench.rounds):
+        rows, batches = await generation(cfg, parts, steps)
+        seen["generation alone"] += rows[counted]
+        seen["training alone"] += (await training(cfg, parts, batches))[counted]
+        seen["training beside generation"] += (await beside(cfg, parts, batches))[counted]
+        for k, what in enumerate(("synchronous step, --max-staleness 0", "asynchronous step, --max-staleness 1")):
+            seen[what] += (await loop_rows(cfg, parts, steps, k))[counted]
+    rows = [{"what": what} | {name: statistics.median(row.get(name, 0.0) for row in steps) for name in ("step_seconds", "response_tokens", "wait_seconds", "publish_seconds")} for what, steps in seen.items()]
     for row in rows:
-        row |= {"larger": row["step_seconds"] / max(alone, trained), "sum": row["step_seconds"] / (alone + trained)} | {name: row.get(name, 0.0) for name in ("wait_seconds", "publish_seconds")}
-    Console(width=120).print(table("Seconds, medians", rows, {
-        "what": ("", "{}"), "step_seconds": ("seconds", "{:.3f}"), "larger": ("/ larger of the two", "{:.2f}"), "sum": ("/ their sum", "{:.2f}"),
-        "wait_seconds": ("wait", "{:.3f}"), "publish_seconds": ("publish", "{:.3f}")}))
+        row["quick"] = statistics.quantiles([step["step_seconds"] for step in seen[row["what"]]], n=4)[0]
+    for name in ("step_seconds", "quick"):
+        alone, trained = rows[0][name], rows[1][name]
+        for row in rows:
+            row |= {f"{name}/larger": row[name] / max(alone, trained), f"{name}/sum": row[name] / (alone + trained)}
+    Console(width=140).print(table("Seconds, medians", rows, {
+        "what": ("", "{}"), "step_seconds": ("seconds", "{:.3f}"), "step_seconds/larger": ("/ larger", "{:.2f}"), "step_seconds/sum": ("/ sum", "{:.2f}"),
+        "quick": ("quick", "{:.3f}"), "quick/larger": ("/ larger", "{:.2f}"), "quick/sum": ("/ sum", "{:.2f}"),
+        "response_tokens": ("tokens", "{:.0f}"), "wait_seconds": ("wait", "{:.3f}"), "publish_seconds": ("publish", "{:.3f}")}))
     await asyncio.wait([asyncio.ensure_future(e.stop.remote()) for e in parts.engines], timeout=10)
     ray.shutdown()
 

@@ -8,6 +8,7 @@ The tokenizer is a real Hugging Face one with the 16 tokens of toy.json, so that
 import asyncio
 import json
 import math
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,6 +155,19 @@ def test_sampled_and_observed_tokens_keep_their_own_record():
     assert trajectory.policy_versions.tolist() == [-1, -1, 4, 4]
     assert [x.dtype for x in (trajectory.token_ids, trajectory.response_mask, trajectory.behaviour_logprobs, trajectory.policy_versions)] == [
         np.int32, bool, np.float32, np.int32]
+
+
+def test_a_trajectory_crosses_processes_within_its_pickle():
+    """Equal arrays of the same types; no buffer beside the pickle, which Ray would keep in its object store; and it still grows, the original untouched."""
+    trajectory, buffers = Trajectory(rollout=1, group=0, info={"right": 1}), []
+    trajectory.extend([5, 6])
+    trajectory.extend([7, 2], logprobs=[-0.25, -0.5], policy_versions=[4, 4])
+    copy = pickle.loads(pickle.dumps(trajectory, 5, buffer_callback=buffers.append), buffers=buffers)
+    assert not buffers
+    for name, array in vars(trajectory).items():
+        assert np.array_equal(getattr(copy, name), array) and getattr(getattr(copy, name), "dtype", None) == getattr(array, "dtype", None)
+    copy.extend([9])
+    assert len(copy) == 5 and ids_and_mask(trajectory) == ([5, 6, 7, 2], [0, 0, 1, 1])
 
 
 def test_an_end_token_inside_a_segment_is_a_token_like_any_other():

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import math
+import pickle
 import random
 import statistics
 from pathlib import Path
@@ -176,6 +177,17 @@ def test_recorded_experts_stay_with_their_row_and_a_batch_without_any_has_none()
     rows[1].routed_experts = record
     batch = collate([[row] for row in rows], AGGREGATIONS["token-mean"])
     assert batch.routed_experts[0] is None and batch.routed_experts[1] is record
+
+
+def test_a_batch_is_pickled_as_its_memory_lies():
+    """Each tensor leaves as one buffer beside the pickle, uncopied, and arrives with its type and numbers; what is None stays None."""
+    batch, buffers = with_models(batch_of((7, 1.0, "001", "0011"), (7, 0.0, "01"))), []
+    arrived = pickle.loads(pickle.dumps(batch, 5, buffer_callback=buffers.append), buffers=buffers)
+    tensors = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if isinstance(getattr(batch, f.name), torch.Tensor)}
+    assert len(buffers) == len(tensors) and sum(b.raw().nbytes for b in buffers) == sum(t.nbytes for t in tensors.values())
+    for f in dataclasses.fields(batch):
+        mine, other = getattr(batch, f.name), getattr(arrived, f.name)
+        assert torch.equal(mine, other) and mine.dtype == other.dtype if f.name in tensors else mine == other
 
 
 def test_a_rollout_counts_once_however_many_segments_it_has():

@@ -139,6 +139,23 @@ async def test_no_group_starts_before_release_frees_its_slot():
 
 
 @scenario
+async def test_groups_that_are_all_there_are_taken_before_those_just_released_are_sent_out():
+    """Step 1 takes 0 and 1 and releases them; 2 and 3 are complete, so step 2 has them before the event loop starts 4 and 5. With 3 unusable it must wait."""
+    for lost, ready in ({}, True), ({3: 1}, False):
+        script = Script(lost)
+        pool = pool_of(script, 2, max_staleness=1)
+        taking = await begin(script, pool, 2)
+        assert not pool.ready(1)
+        await script.finish(0, 1, 2, 3)
+        await taking
+        pool.release(2, 1)
+        assert pool.ready(2) == ready and pool.ready(1)
+        with pytest.raises(StopIteration) as done:         # the coroutine's end: nothing was awaited
+            pool.take(2 if ready else 1).send(None)
+        assert numbers(done.value.value) == ([2, 3] if ready else [2]) and script.started == [0, 1, 2, 3]
+
+
+@scenario
 async def test_drained_waits_for_what_is_in_flight_and_leaves_it_to_be_taken():
     """0 is taken, 1 and 2 are in flight; 3 waits for an engine that died, so nobody waits for it."""
     script = Script()

@@ -177,7 +177,7 @@ def test_the_library_is_asked_once_for_the_name_of_what_a_checkpoint_holds_as_it
 
 
 def test_a_publish_that_leaves_a_parameter_behind_fails_the_run_and_names_it(loop):
-    """publish with an engine that reports a missing parameter: RuntimeError with its name, and no resume."""
+    """publish with an engine that reports a missing parameter: RuntimeError with its name."""
     from types import SimpleNamespace
 
     calls = []
@@ -186,18 +186,18 @@ def test_a_publish_that_leaves_a_parameter_behind_fails_the_run_and_names_it(loo
         async def call(name, *args):
             calls.append(name)
             return replies.get(name)
-        return SimpleNamespace(**{name: SimpleNamespace(remote=lambda *a, name=name: call(name, *a)) for name in ("pause", "missing_weights", "resume")})
+        return SimpleNamespace(**{name: SimpleNamespace(remote=lambda *a, name=name: call(name, *a)) for name in ("pause", "resume")})
 
     async def send():
         calls.append("send")
 
     trainer = SimpleNamespace(send_weights=send)
     with pytest.raises(RuntimeError, match="version 3 did not reach 1 engine parameters: model.layers.1.qkv"):
-        loop.run_until_complete(publish(trainer, [actor(missing_weights=["model.layers.1.qkv"])], 3, partial(waiting, deadline=5)))
-    assert calls == ["pause", "send", "missing_weights"]
+        loop.run_until_complete(publish(trainer, [actor(resume=["model.layers.1.qkv"])], 3, partial(waiting, deadline=5)))
+    assert calls == ["pause", "send", "resume"]
     calls.clear()
-    loop.run_until_complete(publish(trainer, [actor(missing_weights=[])], 3, partial(waiting, deadline=5)))
-    assert calls == ["pause", "send", "missing_weights", "resume"]
+    loop.run_until_complete(publish(trainer, [actor(resume=[])], 3, partial(waiting, deadline=5)))
+    assert calls == ["pause", "send", "resume"]
 
 
 def test_b19_a_publish_that_stalls_raises_within_its_deadline_and_says_what_it_waited_for(loop):
@@ -209,7 +209,7 @@ def test_b19_a_publish_that_stalls_raises_within_its_deadline_and_says_what_it_w
     async def never():
         await asyncio.Event().wait()
 
-    engine = SimpleNamespace(**{name: SimpleNamespace(remote=nothing) for name in ("pause", "missing_weights", "resume")})
+    engine = SimpleNamespace(**{name: SimpleNamespace(remote=nothing) for name in ("pause", "resume")})
     with pytest.raises(TimeoutError, match="waited 0 s for the weights of version 3 to be sent"):
         loop.run_until_complete(publish(SimpleNamespace(send_weights=never), [engine], 3, partial(waiting, deadline=0.05)))
 
