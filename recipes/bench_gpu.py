@@ -267,7 +267,7 @@ async def publishes(cfg: Config, parts: Parts, bench: Bench) -> list[dict]:
     """Medians of the phases of a publish, engines idle and with 64 requests in flight."""
     rows, in_flight, answer = [], 4 if bench.tiny else 64, bench.sizes[-1]
     for busy in (False, True):
-        seen: dict[str, list[float]] = {name: [] for name in ("pause", "send", "coverage", "resume")}
+        seen: dict[str, list[float]] = {name: [] for name in ("pause", "send", "resume")}
         serial = itertools.count()
 
         async def keep_sampling() -> None:
@@ -345,7 +345,7 @@ async def main(bench: Bench) -> None:
                   "together": ("seconds of both", "{:.2f}"), "flops": ("update, TFLOP/s", "{:.0f}")})
         if "publish" in bench.parts:
             show("publish", "Seconds of a publish, medians of 8", await publishes(cfg, parts, bench),
-                 {name: (name, "{:.3f}") for name in ("total", "pause", "send", "coverage", "resume")})
+                 {name: (name, "{:.3f}") for name in ("total", "pause", "send", "resume")})
         if "steps" in bench.parts:
             rows = []
             for partial in (False, True):
