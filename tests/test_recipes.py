@@ -190,3 +190,16 @@ def test_the_pictures_of_a_run_whose_first_rows_are_of_an_older_version_time_the
         done = subprocess.run([sys.executable, str(ROOT / "recipes/plot.py"), str(tmp_path)], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0 and sorted(p.name for p in tmp_path.glob("*.[pt][nx][gt]")) == files, done.stderr
     assert (tmp_path / "time.txt").read_text().startswith(f"{tmp_path.name}: 2 steps, 3 to 4;")
+
+
+@pytest.mark.long
+def test_the_gpu_benchmark_runs_whole_at_toy_sizes():
+    """Every part prints its table and leaves its figures: three agents, two sets of lengths, a publish idle and busy, both kinds of steps, whose phases add up."""
+    run = subprocess.run([sys.executable, "recipes/bench_gpu.py", "--tiny", "--measured", "1", "--warm", "1", "--", "--device", "cpu"], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    report = json.loads((ROOT / "runs/bench_gpu-dense.json").read_text())
+    assert [len(report[part]) for part in ("generation", "training", "publish", "steps")] == [3, 2, 2, 2]
+    assert all(0 < row["ratio"] < 100 for part in ("generation", "training", "steps") for row in report[part])
+    assert all(row["tokens"] > 100 for row in report["generation"])
+    for row in report["publish"]:
+        assert row["total"] == pytest.approx(row["pause"] + row["send"] + row["resume"], rel=0.5) and row["send"] > 0
