@@ -577,7 +577,8 @@ def test_tokens_sent_before_a_pause_keep_their_version_however_far_the_client_is
 
         engine = Engine.__ray_metadata__.modified_class("", GeneratorConfig(max_num_seqs=300), "float32", "gloo", False)
         engine.version, engine.loop = 0, asyncio.get_running_loop()
-        engine.llm = SimpleNamespace(engine_core=SimpleNamespace(outputs_queue=queue), output_processor=SimpleNamespace(request_states=states), resume_generation=lambda: asyncio.sleep(0))
+        engine.llm = SimpleNamespace(engine_core=SimpleNamespace(outputs_queue=queue), output_processor=SimpleNamespace(request_states=states), resume_generation=lambda: asyncio.sleep(0),
+                                     collective_rpc=lambda method: asyncio.sleep(0, [[]]))
         handling = asyncio.ensure_future(handler())
         for step in range(steps):
             queue.put_nowait(step)
