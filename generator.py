@@ -11,6 +11,7 @@ Sources: the streaming pool is arXiv:2607.21653, section 3; the order-of-start r
 
 import asyncio
 import gc
+import itertools
 import json
 import os
 import threading
@@ -81,6 +82,8 @@ class GeneratorConfig:
             raise ValueError(f"--max-new-tokens {self.max_new_tokens}: want at least 1, or None for what the context leaves.")
         if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization < 1:
             raise ValueError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: want a share of the GPU, above 0 and below 1.")
+        if self.kv_cache_gb is not None and self.kv_cache_gb <= 0:
+            raise ValueError(f"--kv-cache-gb {self.kv_cache_gb}: want a size above 0, or None for the default.")
         if self.tool_parser or self.reasoning_parser:
             from chat_server import check_parsers
 
@@ -223,6 +226,7 @@ class Engine:
         self.untie = tie_word_embeddings and transfer == "gloo"    # the CPU engine prepacks a head of its own
         self.version = -1                                          # dummy weights: nothing may be sampled before the first publish
         self.edges: dict[str, list[tuple[int, int]]] = {}          # request in flight over a publish -> (its tokens up to here, the version that sampled them)
+        self.serial = itertools.count()                            # a name may come again, before a cancelled request of the same one has left
         self.llm = None
 
     async def start(self, orphans: list[int] = []) -> list[int]:
@@ -274,15 +278,16 @@ class Engine:
         asked = {"prompt_token_ids": prompt}
         if images:
             asked = {"prompt_token_ids": self.vision.collapse(prompt, images), "multi_modal_data": {"image": [picture(image.file) for image in images]}}
+        request = f"{name}-{next(self.serial)}"
         try:
-            async for output in self.llm.generate(asked, params, request_id=name):
+            async for output in self.llm.generate(asked, params, request_id=request):
                 pass                                               # the last, and only, one is whole
         except Exception:
             if self.llm.errored:                                   # vLLM's own process died: so does this actor, everyone learns it, and Ray restarts it
                 os._exit(1)
             raise
         finally:
-            edges = self.edges.pop(name, [])
+            edges = self.edges.pop(request, [])
         if output.prompt_token_ids != prompt:
             raise ValueError(f"vLLM expanded the images of {name} to a prompt of {len(output.prompt_token_ids)} tokens, the model's processor to another one of {len(prompt)}: "
                              "what is trained must be what was seen. This model's images are not supported.")

@@ -31,6 +31,7 @@ from typing import Annotated, Literal
 import ray
 import torch
 import tyro
+from jinja2 import TemplateError
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
@@ -59,7 +60,7 @@ class Config:
     steps: int = 130                   # batches to train; each ends with one publish
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"   # dtype of both forwards; auto: bfloat16 on a GPU, float32 without
     device: Literal["auto", "cpu", "cuda"] = "auto"   # auto: cuda when there is an NVIDIA GPU
-    seed: int = 0                      # prompts' order and every sampling seed follow from it
+    seed: int = 0                      # prompts' order follows from it, and on a CPU every sampling seed
     eval_every: int = 65               # steps between evals; 0 = only at the start and at the end
     eval_prompts: int = 1000           # held-out prompts of an eval, at most
     eval_samples: int = 2              # k of pass@k: sampled answers for each eval prompt, next to the greedy one; 0 = greedy only
@@ -210,7 +211,7 @@ def resolve(cfg: Config) -> Plan:
     if vision:
         try:
             load_vision(model).check(config.image_token_id)
-        except (ValueError, AttributeError) as error:                    # AttributeError: of a processor or a config that has no such id
+        except (ValueError, OSError, TemplateError, AttributeError) as error:      # AttributeError: of a processor or a config that has no such id
             raise ValueError(f"--model {cfg.model} reads images in a way that is not supported: {str(error).rstrip('.')}. Choose another.") from None
     if gen.context_length > limit:
         raise ValueError(f"--context-length {gen.context_length} is more than the {limit} positions of {cfg.model}; lower it.")
@@ -232,11 +233,11 @@ def resolve(cfg: Config) -> Plan:
     dtype = ("bfloat16" if device == "cuda" else "float32") if cfg.dtype == "auto" else cfg.dtype
     transfer = "gloo" if device == "cpu" else "ipc" if shared else "nccl"
     cores = len(os.sched_getaffinity(0))
-    rank_gb = rank_memory(shape, config, train, ref_size, critic_size)
+    rank_gb = rank_memory(shape, config, train, ref_size, critic_size, itemsize=2 if dtype == "bfloat16" else 4)
     if device == "cpu":
         del rank_gb["CUDA"]
     if shared and cfg.ray_address is None:               # the GPU of a cluster may be another machine's
-        check_shared_memory(*gpu_memory(), gen.gpu_share(True), sum(rank_gb.values()), shape.parameters)
+        check_shared_memory(*gpu_memory(), gen.gpu_share(True), sum(rank_gb.values()), shape.parameters, gen.kv_cache_gb or 0.0)
     text = config.get_text_config()
     latent = latent_width(text)                          # whole on each GPU
     numbers = latent + text.qk_rope_head_dim if latent else 2 * max(1, key_value_heads(text) // gen.engine_tp_size) * head_width(text)
@@ -273,15 +274,16 @@ def gpu_memory() -> tuple[float, float]:
     return total, free
 
 
-def check_shared_memory(total: float, free: float, share: float, rank_gb: float, parameters: int) -> None:
+def check_shared_memory(total: float, free: float, share: float, rank_gb: float, parameters: int, cache: float = 0.0) -> None:
     """Engine and trainer on one GPU (all in GB): raises ValueError when they may run out of its memory, before anything is loaded."""
-    engine, weights = share * total, parameters * 2 / 2**30 + 2                # in bfloat16, and what vLLM needs besides; the rest is KV cache
+    weights = parameters * 2 / 2**30 + 2                                       # in bfloat16, and what vLLM needs besides; the rest is KV cache
+    engine = max(share * total, weights + cache)                               # --kv-cache-gb knows no share
     if engine + rank_gb > free:
-        raise ValueError(f"engine and trainer share one GPU: {engine:.1f} GB for the engine (--gpu-memory-utilization {share}) and up to {rank_gb:.1f} GB for the trainer are more "
+        raise ValueError(f"engine and trainer share one GPU: {engine:.1f} GB for the engine (--gpu-memory-utilization {share}{f', --kv-cache-gb {cache}' * bool(cache)}) and up to {rank_gb:.1f} GB for the trainer are more "
                          f"than the {free:.1f} GB that are free of its {total:.1f}. Lower --gpu-memory-utilization (not below {weights / total:.2f}) or --tokens-per-microbatch, "
                          "use --activation-checkpointing, --offload-optimizer, a smaller model, or a second GPU.")
-    if engine < weights:
-        raise ValueError(f"--gpu-memory-utilization {share} leaves the engine {engine:.1f} GB of {total:.1f}; its weights and buffers need {weights:.1f}. Raise it to {weights / total:.2f} or more.")
+    if share * total < weights:
+        raise ValueError(f"--gpu-memory-utilization {share} leaves the engine {share * total:.1f} GB of {total:.1f}; its weights and buffers need {weights:.1f}. Raise it to {weights / total:.2f} or more.")
 
 
 def read_model(flag: str, name: str):

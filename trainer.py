@@ -461,8 +461,8 @@ class Shape:
             sum(p.numel() for p in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}), max((len(p) for stack in experts for p in stack), default=0))
 
 
-def rank_memory(shape: Shape, config, cfg: TrainerConfig, ref: int, critic: int) -> dict[str, float]:
-    """GB that a trainer rank needs at most, by what for: a check before anything is loaded. `ref`, `critic`: parameters of these models, 0 = none.
+def rank_memory(shape: Shape, config, cfg: TrainerConfig, ref: int, critic: int, itemsize: int = 2) -> dict[str, float]:
+    """GB that a trainer rank needs at most, by what for: a check before anything is loaded. `ref`, `critic`: parameters of these models, 0 = none; `itemsize`: bytes of the compute dtype, below those of bfloat16.
 
     States: 16 bytes a parameter (float32 master, gradient, two moments; a reference: 4), shared by the ranks of one copy,
     not on the GPU under offload. Work: 6 a logit of a micro-batch (bfloat16, its gradient, a copy) and 1 GB of float32 ones, `kept_bytes` a
@@ -472,10 +472,10 @@ def rank_memory(shape: Shape, config, cfg: TrainerConfig, ref: int, critic: int)
     """
     text, tokens, sharers = config.get_text_config(), cfg.tokens_per_microbatch / cfg.cp_size, cfg.trainers // cfg.dp_replicate_size
     states = 0 if cfg.offload_optimizer else (16 * shape.parameters + 4 * ref + 16 * critic) / sharers
-    activations = tokens * text.num_hidden_layers * (2 * text.hidden_size if cfg.activation_checkpointing else kept_bytes(text, shape, cfg.tp_size))
+    activations = itemsize / 2 * tokens * text.num_hidden_layers * (2 * text.hidden_size if cfg.activation_checkpointing else kept_bytes(text, shape, cfg.tp_size))
     layer = shape.layer / cfg.tp_size + shape.layer_experts / cfg.ep_size
-    gathered = 6 * shape.tables / cfg.tp_size + 8 * layer if sharers > 1 or cfg.offload_optimizer else 0
-    work = max(activations + 6 * tokens * text.vocab_size / cfg.tp_size + 16 * FLOAT_LOGITS + gathered, 4 * shape.layer_experts)
+    gathered = (itemsize + 4) * shape.tables / cfg.tp_size + (2 * itemsize + 4) * layer if sharers > 1 or cfg.offload_optimizer else 0
+    work = max(activations + 3 * itemsize * tokens * text.vocab_size / cfg.tp_size + 16 * FLOAT_LOGITS + gathered, 4 * shape.layer_experts)
     return {"states": states / 2**30, "work": work / 2**30, "CUDA": 3.0}
 
 
@@ -574,7 +574,7 @@ class Rank:
 
     def start(self, address: str, port: int, ref: bool, critic: bool, replay: bool = False) -> int:
         """Join the process group, load and shard; returns the number of parameters of the policy."""
-    
+
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), RANK=str(self.rank), WORLD_SIZE=str(self.world), LOCAL_RANK="0")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -608,7 +608,7 @@ class Rank:
                     stack.enter_context(replaying(handles, small, self.device))
                     numbers, _ = forward(model, small, self.device, split=self.split(stack), vision=self.vision)
             out.append((numbers, small.response_mask))
-        return [numbers.cpu() * mask for numbers, mask in out]         # when all are under way: a GPU need not wait for us in between
+        return [numbers.cpu() * mask for numbers, mask in out]         # read when all are under way
 
     def update(self, batch: Batch, plan: list[list[list[int]]], kind: str) -> dict[str, tuple[float, float]]:
         """All optimizer steps of one batch: for each epoch and minibatch, its micro-batches, then one AdamW step.
@@ -631,7 +631,7 @@ class Rank:
                         seen |= route_metrics(self.replays, small) if self.replays and rows else {}
                     (loss * self.places).backward()            # FSDP2 takes the mean over ranks, the loss is a sum over data-parallel places
                 for name, (total, count) in (seen | {prefix + "loss": (loss.detach(), 0.0)}).items():
-                    metrics[name][0] += total                  # a tensor still: a GPU need not wait for us between micro-batches
+                    metrics[name][0] += total                  # a tensor still, read when all are under way
                     metrics[name][1] += count
             norm, rate = learner.step()
             metrics[prefix + "grad_norm"][0] += norm / self.places

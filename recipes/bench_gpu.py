@@ -36,7 +36,7 @@ from generator import AgentWorker, Sampling, read_prompts  # noqa: E402
 from losses import AGGREGATIONS  # noqa: E402
 from recipes.bench_overlap import generation, loop_rows  # noqa: E402
 from recipes.bench_pool import table  # noqa: E402
-from train import Config, Parts, Plan, parse, quiet, resolve, start, start_ray  # noqa: E402
+from train import PHASES, Config, Parts, Plan, parse, quiet, resolve, start, start_ray  # noqa: E402
 from weight_sync import publish  # noqa: E402
 
 ENV = """
@@ -268,11 +268,11 @@ async def publishes(cfg: Config, parts: Parts, bench: Bench) -> list[dict]:
     rows, in_flight, answer = [], 4 if bench.tiny else 64, bench.sizes[-1]
     for busy in (False, True):
         seen: dict[str, list[float]] = {name: [] for name in ("pause", "send", "resume")}
-        serial = itertools.count()
+        names_of = (f"publish-{busy}-{i}" for i in itertools.count())
 
         async def keep_sampling() -> None:
             while True:
-                await parts.engines[0].generate.remote([(f"publish-{busy}-{next(serial)}", np.arange(300, 428, dtype=np.int32) + next(serial), answer, [])], [Sampling()])
+                await parts.engines[0].generate.remote([(next(names_of), np.random.randint(300, 1300, 128, dtype=np.int32), answer, [])], [Sampling()])
 
         samplers = [asyncio.ensure_future(keep_sampling()) for _ in range(in_flight * busy)]
         for version in range(9):
@@ -286,6 +286,7 @@ async def publishes(cfg: Config, parts: Parts, bench: Bench) -> list[dict]:
                 seen[name].append(time.monotonic() - began)
 
             await publish(parts.trainer, parts.engines, version, timed)
+        assert not any(sampler.done() for sampler in samplers), next(sampler for sampler in samplers if sampler.done()).exception()
         for sampler in samplers:
             sampler.cancel()
         phases = {name: statistics.median(values[1:]) for name, values in seen.items()}
@@ -301,7 +302,7 @@ async def steps(cfg: Config, parts: Parts, bench: Bench, partial: bool, trained:
     rows, _ = await generation(cfg, parts, 1 + bench.measured)
     alone = statistics.median(row["step_seconds"] for row in rows[1:])
     rows = (await loop_rows(cfg, parts, bench.warm + bench.measured + 1, cfg.generator.max_staleness))[bench.warm: -1]      # beside the last nothing is generated
-    seen = {name: statistics.median(row[name] for row in rows) for name in rows[0] if name.endswith("_seconds")}
+    seen = {name: statistics.median(row[name] for row in rows) for name in ("step_seconds", *(f"{phase}_seconds" for phase in PHASES))}
     return seen | {"what": "kept in flight over a publish" if partial else "ended before a publish", "alone": alone, "trained": trained, "ratio": seen["step_seconds"] / max(alone, trained)}
 
 
@@ -311,7 +312,7 @@ async def main(bench: Bench) -> None:
 
     prompts, samples, prompt, answer = bench.sizes
     model = ROOT / "models" / f"bench-{bench.kind}{'-tiny' * bench.tiny}"
-    if not (model / "config.json").is_file():
+    if not (model / "model.safetensors").is_file():
         make_model(bench.kind, bench.tiny, model)
     quiet()
     console, report = Console(width=150), {}
@@ -351,7 +352,7 @@ async def main(bench: Bench) -> None:
             for partial in (False, True):
                 rows.append(await steps(cfg, parts, bench, partial, report["training"][0]["together"] if "training" in report else 0.0))
                 show("steps", f"Seconds of a step, medians of {bench.measured}", rows, {"step_seconds": ("step", "{:.2f}"), "alone": ("generation alone", "{:.2f}"), "trained": ("training alone", "{:.2f}"), "ratio": ("step / larger", "{:.3f}")}
-                     | {name: (name.removesuffix("_seconds"), "{:.2f}") for name in rows[0] if name.endswith("_seconds") and name != "step_seconds"})
+                     | {f"{phase}_seconds": (phase, "{:.2f}") for phase in PHASES})
         await asyncio.wait([asyncio.ensure_future(e.stop.remote()) for e in parts.engines], timeout=10)
         ray.shutdown()
 

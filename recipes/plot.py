@@ -68,8 +68,8 @@ def staleness(rows: list[dict], bound: int, file: Path) -> None:
 
 
 def phases(row: dict) -> list[str]:
-    """Those whose seconds add up to the step's: every field <phase>_seconds but the step's own."""
-    return [name.removesuffix("_seconds") for name in row if name.endswith("_seconds") and name != "step_seconds"]
+    """Those whose seconds add up to the step's: every field <phase>_seconds but the step's own; an agent's own metrics are info/..."""
+    return [name.removesuffix("_seconds") for name in row if name.endswith("_seconds") and name != "step_seconds" and "/" not in name]
 
 
 def time_bars(axes, rows: list[dict], evals: list[int], most: int = 130) -> None:

@@ -557,14 +557,14 @@ def test_finish_reasons_and_limits_are_the_engines_own(stack, loop):
 @pytest.mark.parametrize("behind", [0, 3])
 def test_tokens_sent_before_a_pause_keep_their_version_however_far_the_client_is_behind(behind):
     """300 requests, two in every three of which have tokens; a client that takes the engine's steps in pieces, as AsyncLLM does, and is `behind` steps behind
-    when the publish ends: each token that the engine sent before is of version 0, each after it of version 1."""
+    when the publish ends: each token that the engine sent before is of version 0, each after it of version 1. While a parameter is missing nothing resumes."""
     from generator import Engine
 
     async def scenario() -> list[Counter]:
         states = {f"internal {i}": SimpleNamespace(external_req_id=f"r{i}", tokens=[]) for i in range(300)}
         for state in states.values():
             state.detokenizer = SimpleNamespace(num_output_tokens=lambda state=state: len(state.tokens))
-        queue, steps, going = asyncio.Queue(), behind + 4, asyncio.Event()
+        queue, steps, going, missing, resumed = asyncio.Queue(), behind + 4, asyncio.Event(), [], []
 
         async def handler() -> None:
             while True:
@@ -577,15 +577,18 @@ def test_tokens_sent_before_a_pause_keep_their_version_however_far_the_client_is
 
         engine = Engine.__ray_metadata__.modified_class("", GeneratorConfig(max_num_seqs=300), "float32", "gloo", False)
         engine.version, engine.loop = 0, asyncio.get_running_loop()
-        engine.llm = SimpleNamespace(engine_core=SimpleNamespace(outputs_queue=queue), output_processor=SimpleNamespace(request_states=states), resume_generation=lambda: asyncio.sleep(0),
-                                     collective_rpc=lambda method: asyncio.sleep(0, [[]]))
+        engine.llm = SimpleNamespace(engine_core=SimpleNamespace(outputs_queue=queue), output_processor=SimpleNamespace(request_states=states), resume_generation=lambda: asyncio.sleep(0, resumed.append(1)),
+                                     collective_rpc=lambda method: asyncio.sleep(0, [list(missing)]))
         handling = asyncio.ensure_future(handler())
         for step in range(steps):
             queue.put_nowait(step)
             if step >= behind:
                 going.set()
                 await asyncio.sleep(0)
-        await engine.resume(1)
+        missing.append("head.weight")
+        assert await engine.resume(1) == ["head.weight"] and engine.version == 0 and not engine.edges and not resumed
+        missing.clear()
+        assert await engine.resume(1) == [] and resumed
         handling.cancel()
         assert engine.version == 1
         return [engine.edges[f"r{i}"] for i in range(300)]

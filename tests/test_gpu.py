@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -141,7 +141,8 @@ class Programs:
             self.stopping = True
             self.freed.notify_all()
         for process in list(self.running):
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):             # it may just have ended
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def lacking(check: Check, config) -> str:

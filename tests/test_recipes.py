@@ -176,7 +176,8 @@ def test_the_table_of_time_has_median_mean_and_shares_that_sum_to_100():
     """Steps of 1 + 2 + 1, 2 + 2 + 1 and 9 + 2 + 1 s: 21 in all, 12 of them to generate, 6 of update, 3 of rest."""
     from recipes.plot import time_table
 
-    heading, _, names, *lines = time_table([timed(3, 1, 2), timed(4, 2, 2), timed(5, 9, 2)], "mine").splitlines()
+    rows = [timed(3, 1, 2), timed(4, 2, 2), timed(5, 9, 2) | {"info/tool_seconds": 7.0}]          # the agent's own: no phase
+    heading, _, names, *lines = time_table(rows, "mine").splitlines()
     assert heading.startswith("mine: 3 steps, 3 to 5;") and names.split() == ["phase", "median", "s", "mean", "s", "share", "%"]
     assert [line.split() for line in lines] == [["generate", "2.000", "4.000", "57.1"], ["update", "2.000", "2.000", "28.6"], ["rest", "1.000", "1.000", "14.3"], ["step", "5.000", "7.000", "100.0"]]
 

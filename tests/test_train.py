@@ -135,7 +135,9 @@ def test_flags_that_cannot_work_are_refused_before_anything_starts(make, words):
 def test_one_gpu_for_engine_and_trainer_is_refused_when_it_cannot_hold_both():
     """24 GB, 0.4 of them (9.6) the engine's: a trainer of 14 GB fits, one of 15 does not, nor either when 5 GB are taken; 10^9 parameters in bfloat16 and
     2 GB besides are 3.9 GB, so a share of 0.1 is too small for the engine."""
-    check_shared_memory(24, 24, 0.4, 14, 10**9)
+    check_shared_memory(24, 24, 0.4, 14, 10**9, cache=5)
+    with pytest.raises(ValueError, match="--kv-cache-gb 7"):              # 1.9 of weights, 2 besides, 7: more than 0.4 x 24
+        check_shared_memory(24, 24, 0.4, 14, 10**9, cache=7)
     with pytest.raises(ValueError, match="9.6 GB for the engine .* up to 15.0 GB for the trainer .* --tokens-per-microbatch"):
         check_shared_memory(24, 24, 0.4, 15, 10**9)
     with pytest.raises(ValueError, match="more than the 19.0 GB that are free"):
