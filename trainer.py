@@ -191,32 +191,30 @@ class TokenScores(torch.autograd.Function):
         place = targets - (logits.shape[-1] * dist.get_rank(group) if group else 0)   # [n] of the target in this rank's part
         mine = (place >= 0) & (place < logits.shape[-1])
         ctx.how, place = (temperature, unsaid), place.clamp(0, logits.shape[-1] - 1)[:, None]
-        at_target, log_sum, mean = (torch.zeros(len(targets), device=logits.device) for _ in range(3))   # [n]
+        at_target, most, total, mean = (torch.zeros(len(targets), device=logits.device) for _ in range(4))   # [n]
         for rows in TokenScores.pieces(logits):
             x = TokenScores.scaled(logits[rows], *ctx.how)                             # [r, V]
-            most = of_all_ranks(x.amax(-1), dist.ReduceOp.MAX)                         # [r]
+            most[rows] = of_all_ranks(x.amax(-1), dist.ReduceOp.MAX)
+            x.sub_(most[rows, None])
             at_target[rows] = of_all_ranks(torch.where(mine[rows], x.gather(1, place[rows])[:, 0], 0))
-            weight = (x - most[:, None]).exp_()                                        # [r, V]  p times `weights`
-            weights = of_all_ranks(weight.sum(-1))                                     # [r]
-            log_sum[rows] = weights.log() + most
+            weight = x.exp()                                                           # [r, V]  p times `total`
+            total[rows] = of_all_ranks(weight.sum(-1))
             if entropy:
-                mean[rows] = of_all_ranks(weight.mul_(x).sum(-1)) / weights            # of the logits, under p
-        h = log_sum - mean if entropy else None
-        ctx.save_for_backward(logits, place, mine, log_sum, h)
-        return at_target - log_sum, h
+                mean[rows] = of_all_ranks(weight.mul_(x).sum(-1)) / total[rows]        # of x under p
+        h = total.log() - mean if entropy else None
+        ctx.save_for_backward(logits, place, mine, most, total, h)
+        return at_target - total.log(), h
 
     @staticmethod
     def backward(ctx, g: Tensor, g_h: Tensor | None) -> tuple:
-        logits, place, mine, log_sum, h = ctx.saved_tensors
-        gradient, g = torch.empty_like(logits), g[:, None]                             # [n, V], [n, 1]
+        logits, place, mine, most, total, h = ctx.saved_tensors
+        gradient = torch.empty_like(logits)                                            # [n, V]
         for rows in TokenScores.pieces(logits):
-            log_p = TokenScores.scaled(logits[rows], *ctx.how).sub_(log_sum[rows, None])   # [r, V]
-            d = log_p.exp()
-            if h is None:
-                d.mul_(-g[rows])
-            else:
-                d.mul_(log_p.add_(h[rows, None]).mul_(-g_h[rows, None]).sub_(g[rows]))
-            d.scatter_add_(1, place[rows], torch.where(mine[rows, None], g[rows], 0))
+            x = TokenScores.scaled(logits[rows], *ctx.how).sub_(most[rows, None])      # [r, V]
+            d, of_p = x.exp(), g[rows, None]                                           # p times `total`; [r, 1]
+            if h is not None:                                                          # log p + h = x - log(total) + h
+                of_p = x.add_((h - total.log())[rows, None]).mul_(g_h[rows, None]).add_(of_p)    # [r, V]
+            d.mul_(of_p).div_(-total[rows, None]).scatter_add_(1, place[rows], torch.where(mine[rows], g[rows], 0)[:, None])
             gradient[rows] = d.div_(ctx.how[0])
         return gradient, None, None, None, None, None
 
