@@ -22,7 +22,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -734,7 +733,7 @@ class Pool:
 
     def ready(self, count: int) -> bool:
         """Whether `take(count)` would wait for nothing, so that not even one pass of the event loop comes between."""
-        complete = takewhile(lambda f: f.ended is not None, self.running) if self.order == "start" else (f for f in self.running if f.ended is not None)
+        complete = itertools.takewhile(lambda f: f.ended is not None, self.running) if self.order == "start" else (f for f in self.running if f.ended is not None)
         groups = [f.task.result() for f in complete]
         return sum(len(g.rollouts) >= self.min_rollouts and not self.filtered(g) for g in groups) >= count
 

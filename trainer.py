@@ -572,7 +572,6 @@ class Rank:
 
     def start(self, address: str, port: int, ref: bool, critic: bool, replay: bool = False) -> int:
         """Join the process group, load and shard; returns the number of parameters of the policy."""
-
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), RANK=str(self.rank), WORLD_SIZE=str(self.world), LOCAL_RANK="0")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)

@@ -1,8 +1,8 @@
 """How close to the floor: generation against raw vLLM, training against a plain AutoModel step, publish, and the asynchronous step against both, in one run.
 
-    python recipes/bench_gpu.py                     Qwen3-0.6B's shape, random weights, 64 prompts x 8 rollouts of 128 + 512 tokens; two GPUs, about 8 minutes
+    python recipes/bench_gpu.py                     Qwen3-0.6B's shape, random weights, 64 prompts x 8 rollouts of 128 + 512 tokens; two GPUs
     python recipes/bench_gpu.py --kind experts --parts training steps       a mixture of 1.2B in 32 experts
-    python recipes/bench_gpu.py --tiny              the same programs on a CPU in three minutes, for whoever changes them; its ratios mean nothing
+    python recipes/bench_gpu.py --tiny              the same programs on a CPU, for whoever changes them; its ratios mean nothing
 
 Every figure is a ratio to something measured in the same run, on the same actors. The tables also go to runs/bench_gpu-<kind>.json.
 """
@@ -80,6 +80,16 @@ class Bench:
 
 
 # ---------------------------------------------------------------------------------------------------- model and prompts
+def shapes(toy_words: int | None) -> tuple[dict, dict]:
+    """(Qwen3-0.6B's sizes, what a mixture of 1.2B in 32 experts has instead or besides), as fields of transformers' configs; `toy_words`: toy sizes with so many words."""
+    shape = dict(vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=4096)
+    experts = dict(num_hidden_layers=16, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=512, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
+    if toy_words:
+        shape |= dict(vocab_size=toy_words, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+        experts |= dict(num_hidden_layers=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
+    return shape, experts
+
+
 def make_model(kind: str, tiny: bool, path: Path) -> None:
     """Random weights of Qwen3-0.6B's shape (or a mixture's), under a byte-level tokenizer with as many words as Qwen3's: all of one, two and three letters."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -97,11 +107,7 @@ def make_model(kind: str, tiny: bool, path: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"])
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(path)
-    shape = dict(vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=4096)
-    experts = dict(num_hidden_layers=16, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=512, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
-    if tiny:
-        shape |= dict(vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-        experts |= dict(num_hidden_layers=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
+    shape, experts = shapes(2048 if tiny else None)
     dtype = torch.float32 if tiny else torch.bfloat16
     with torch.device("cpu" if tiny else "cuda"):
         torch.manual_seed(0)

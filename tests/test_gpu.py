@@ -306,16 +306,14 @@ def make_model(kind: str, path: Path, tiny: bool) -> None:
     token again, at the real size with a probability of about 0.6."""
     from transformers import AutoTokenizer, Glm4MoeConfig, Glm4MoeForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+    from recipes.bench_gpu import shapes
+
     if kind == "vision":               # vLLM's Qwen2.5-VL imports torchvision
         from recipes import make_vision
 
         architecture = "qwen2_5_vl" if importlib.util.find_spec("torchvision") else "idefics3"
         return make_vision.make(make_vision.Config(str(path), architecture, width=64 if tiny else 1024, layers=2 if tiny else 16))
-    shape = dict(vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=4096)
-    experts = dict(num_hidden_layers=16, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=512, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
-    if tiny:
-        shape |= dict(vocab_size=300, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-        experts |= dict(num_hidden_layers=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
+    shape, experts = shapes(300 if tiny else None)
     dtype = torch.float32 if tiny else torch.bfloat16
     torch.manual_seed(0)
     with torch.device("cpu" if tiny else "cuda"):
