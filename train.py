@@ -120,6 +120,11 @@ class Config:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: want at least {least}.")
 
     @property
+    def old_first(self) -> bool:
+        """Something reads pi_old before or after the first optimizer step, so it has a forward of its own; else the update's forward tells it."""
+        return self.trainer.optimizer_steps > 1 or ESTIMATORS[self.estimator].teacher or self.estimation.kl_reward_coef > 0
+
+    @property
     def reference(self) -> bool:
         """A KL or a teacher is asked for, so the reference policy is loaded."""
         return bool(self.losses.kl_coef or self.estimation.kl_reward_coef or ESTIMATORS[self.estimator].teacher)
@@ -605,25 +610,25 @@ async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log:
             batch = collate([rollout for group in groups for rollout in group.rollouts], aggregation, cfg.generator.temperature, cfg.trainer.minibatches, cfg.losses.mask_truncated, version)
             batch.rollout_rewards = shape_rewards(batch, cfg.estimation, cfg.generator.context_length)   # [R]
         async with clock("logprobs", f"the trainer, step {version + 1}: logprobs"):
-            batch.old_logprobs = await trainer.logprobs(batch)                    # [B, T]  pi_old, the trainer's view of mu's tokens
+            batch.old_logprobs = await trainer.logprobs(batch) if cfg.old_first else None   # [B, T]  pi_old, the trainer's view of mu's tokens; None: the update tells it
             if cfg.reference:
                 batch.ref_logprobs, batch.kl_scale = await trainer.ref_logprobs(batch), kl_scale   # [B, T]
             if method.critic:
                 batch.values = await trainer.values(batch)                        # [B, T]
         async with clock("update", f"the trainer, step {version + 1}: update"):
             batch.advantages = method(batch, cfg.estimation)                      # [B, T]
-            metrics, _ = await asyncio.gather(trainer.update(batch, cfg.losses.loss), log.save(groups, batch))   # losses.py, backward, optimizer steps; rollouts/
+            metrics = await trainer.update(batch, cfg.losses.loss)                # losses.py, backward, optimizer steps
             if method.critic:
                 batch.returns = value_targets(batch, cfg.estimation)              # [B, T]
                 metrics |= await trainer.update(batch, "value")
-            if cfg.reference:
-                kl_scale = adapt_kl_scale(kl_scale, metrics["ref_kl"], len(batch.raw_rewards), cfg.losses)
+            kl_scale = adapt_kl_scale(kl_scale, metrics.get("ref_kl", 0.0), len(batch.raw_rewards), cfg.losses)
         if not cfg.generator.partial_rollout:
             async with clock("wait", partial(parts.waiting_for, pool)):
                 await pool.drained(parts.stalled)                                 # rollouts end under the weights they began with
         async with clock("publish", f"version {version + 1} to be published"):
             await parts.publish(version + 1)                                      # from here on vLLM samples the new weights
         row = log.row(batch, groups, pool, metrics, parts.restarts)
+        await log.save(groups, batch)
         if due(cfg.eval_every, version + 1, cfg.steps):
             async with clock("eval", f"the eval of version {version + 1}"):       # before the next publish: one version
                 row |= await parts.guarded(evaluate(cfg, parts, held_out, version + 1), version + 1)
@@ -727,7 +732,7 @@ class Log:
     def __init__(self, cfg: Config, directory: Path, first: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.cfg, self.directory, self.clock = cfg, directory, Clock(cfg.wait_timeout)
+        self.cfg, self.directory, self.clock, self.saving = cfg, directory, Clock(cfg.wait_timeout), None
         (directory / "rollouts").mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(json.dumps(asdict(cfg), indent=1))
         (directory / "error.log").unlink(missing_ok=True)                            # of an earlier start
@@ -807,9 +812,14 @@ class Log:
         return row
 
     async def save(self, groups: list[Group], batch: Batch) -> None:
-        """What is trained, to rollouts/, in a thread while the trainer is at it."""
+        """What was trained, to rollouts/, in a thread beside the next step; what was given before is written when this returns."""
+        await self.saved()
         if self.cfg.save_rollouts:
-            await asyncio.to_thread(save_rollouts, self.directory / "rollouts" / f"{batch.version + 1:06d}.npz", groups, batch)
+            self.saving = asyncio.ensure_future(asyncio.to_thread(save_rollouts, self.directory / "rollouts" / f"{batch.version + 1:06d}.npz", groups, batch))
+
+    async def saved(self) -> None:
+        if self.saving:
+            await self.saving
 
     async def keep_best(self, row: dict, trainer: Trainer) -> None:
         """Export to best/ when the eval is better than that of what lies there (a resumed run may have lost the row): the weights are those of the eval, for it ended before the next update."""
@@ -820,6 +830,7 @@ class Log:
 
     async def checkpoint(self, version: int, trainer: Trainer, pool: Pool, kl_scale: float) -> None:
         """checkpoints/<version>: trainer state and the pool's place; it counts as finished only under its final name."""
+        await self.saved()                               # rollouts/ is whole up to a checkpoint
         path = (self.directory / "checkpoints" / f"{version:06d}").resolve()
         await trainer.save(path, {"version": version, "kl_scale": kl_scale}, pool.state())
         for old in sorted(finished_checkpoints(self.directory))[: -self.cfg.keep_checkpoints]:

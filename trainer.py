@@ -191,32 +191,35 @@ class TokenScores(torch.autograd.Function):
         place = targets - (logits.shape[-1] * dist.get_rank(group) if group else 0)   # [n] of the target in this rank's part
         mine = (place >= 0) & (place < logits.shape[-1])
         ctx.how, place = (temperature, unsaid), place.clamp(0, logits.shape[-1] - 1)[:, None]
-        at_target, most, total, mean = (torch.zeros(len(targets), device=logits.device) for _ in range(4))   # [n]
+        log_p, most, total, mean = (torch.zeros(len(targets), device=logits.device) for _ in range(4))   # [n]
         for rows in TokenScores.pieces(logits):
-            x = TokenScores.scaled(logits[rows], *ctx.how)                             # [r, V]
-            most[rows] = of_all_ranks(x.amax(-1), dist.ReduceOp.MAX)
-            x.sub_(most[rows, None])
-            at_target[rows] = of_all_ranks(torch.where(mine[rows], x.gather(1, place[rows])[:, 0], 0))
-            weight = x.exp()                                                           # [r, V]  p times `total`
+            most[rows] = of_all_ranks(TokenScores.said(logits[rows], unsaid).amax(-1).float(), dist.ReduceOp.MAX)
+            x = TokenScores.scaled(logits[rows], most[rows], *ctx.how)                 # [r, V]
+            log_p[rows] = of_all_ranks(torch.where(mine[rows], x.gather(1, place[rows])[:, 0], 0))
+            weight = x.exp() if entropy else x.exp_()                                  # [r, V]  p times `total`
             total[rows] = of_all_ranks(weight.sum(-1))
             if entropy:
-                mean[rows] = of_all_ranks(weight.mul_(x).sum(-1)) / total[rows]        # of x under p
-        h = total.log() - mean if entropy else None
-        ctx.save_for_backward(logits, place, mine, most, total, h)
-        return at_target - total.log(), h
+                mean[rows] = of_all_ranks(weight.mul_(x.clamp_(min=NEVER)).sum(-1)) / total[rows]    # of x under p
+        log_p, h = log_p - total.log(), total.log() - mean if entropy else None
+        ctx.save_for_backward(logits, place, mine, most, total, log_p, h)
+        return log_p, h
 
     @staticmethod
     def backward(ctx, g: Tensor, g_h: Tensor | None) -> tuple:
-        logits, place, mine, most, total, h = ctx.saved_tensors
-        gradient = torch.empty_like(logits)                                            # [n, V]
+        logits, place, mine, most, total, log_p, h = ctx.saved_tensors
+        temperature, scale = ctx.how[0], -1 / (total * ctx.how[0])[:, None]            # [n, 1]
+        gradient, of_target = torch.empty_like(logits), -g * log_p.expm1()             # [n, V]; [n]  g (1 - p)
         for rows in TokenScores.pieces(logits):
-            x = TokenScores.scaled(logits[rows], *ctx.how).sub_(most[rows, None])      # [r, V]
-            d, of_p = x.exp(), g[rows, None]                                           # p times `total`; [r, 1]
-            if h is not None:                                                          # log p + h = x - log(total) + h
-                of_p = x.add_((h - total.log())[rows, None]).mul_(g_h[rows, None]).add_(of_p)    # [r, V]
-            d.mul_(of_p).div_(-total[rows, None]).scatter_add_(1, place[rows], torch.where(mine[rows], g[rows], 0)[:, None])
-            gradient[rows] = d.div_(ctx.how[0])
-        return gradient, None, None, None, None, None
+            x = TokenScores.scaled(logits[rows], most[rows], *ctx.how)                 # [r, V]
+            if h is None:
+                torch.mul(x.exp_(), g[rows, None] * scale[rows], out=gradient[rows])   # in the dtype of the logits
+            else:                                                                      # log p + h = x - log(total) + h
+                p = x.exp().mul_(scale[rows])
+                torch.mul(p, x.clamp_(min=NEVER).add_((h - total.log())[rows, None]).mul_(g_h[rows, None]).add_(g[rows, None]), out=gradient[rows])
+        if h is not None:
+            of_target = of_target - log_p.exp() * (log_p + h) * g_h
+        of_target = torch.where(mine, (of_target / temperature).to(gradient.dtype), gradient.gather(1, place)[:, 0])
+        return gradient.scatter_(1, place, of_target[:, None]), None, None, None, None, None
 
     @staticmethod
     def pieces(logits: Tensor) -> list[slice]:
@@ -224,14 +227,21 @@ class TokenScores(torch.autograd.Function):
         return [slice(begin, begin + size) for begin in range(0, len(logits), size)]
 
     @staticmethod
-    def scaled(logits: Tensor, temperature: float, unsaid: int | None) -> Tensor:
-        x = logits.to(torch.float32, copy=True).div_(temperature)
+    def said(logits: Tensor, unsaid: int | None) -> Tensor:
+        """The logits, or a float32 copy with that of `unsaid` lowered."""
         if unsaid is not None:
-            x[:, unsaid] += UNSAID / temperature
-        return x
+            logits = logits.to(torch.float32, copy=True)
+            logits[:, unsaid] += UNSAID
+        return logits
+
+    @staticmethod
+    def scaled(logits: Tensor, most: Tensor, temperature: float, unsaid: int | None) -> Tensor:
+        """(logits - most) / T in float32, in one pass."""
+        return torch.add(most[:, None] / -temperature, TokenScores.said(logits, unsaid), alpha=1 / temperature)
 
 
 FLOAT_LOGITS = 1 << 26                 # that are in float32 at once
+NEVER = -1e4                           # log of a chance that is 0 in float32: keeps 0 log 0 = 0 where a logit is -inf
 
 
 @dataclass
@@ -607,24 +617,29 @@ class Rank:
             out.append((numbers, small.response_mask))
         return [numbers.cpu() * mask for numbers, mask in out]         # read when all are under way
 
-    def update(self, batch: Batch, plan: list[list[list[int]]], kind: str) -> dict[str, tuple[float, float]]:
+    def update(self, batch: Batch, plan: list[list[list[int]]], kind: str) -> tuple[dict[str, tuple[float, float]], list[Tensor]]:
         """All optimizer steps of one batch: for each epoch and minibatch, its micro-batches, then one AdamW step.
 
-        `kind` is a key of POLICY_LOSSES, or "value" for the critic.
+        `kind` is a key of POLICY_LOSSES, or "value" for the critic. Returns metrics and, where the batch has no old_logprobs, those of each micro-batch:
+        its forward has the weights before the one step that there then is, so pi_old is pi.
         """
         learner, prefix = (self.critic, "critic_") if kind == "value" else (self.policy, "")
+        old: list[Tensor] = []
         metrics: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for microbatches in plan * self.cfg.epochs:
             for rows in microbatches:
                 small = take_rows(batch, rows)
+                there = to_device(small, self.device)
                 with ExitStack() as until_backward:
                     until_backward.enter_context(replaying({} if kind == "value" else self.replays, small, self.device))
                     if kind == "value":
-                        values = forward_values(learner.model, small, self.device)
-                        loss, seen = critic_step_loss(values, to_device(small, self.device), self.loss)
+                        loss, seen = critic_step_loss(forward_values(learner.model, small, self.device), there, self.loss)
                     else:
                         logprobs, entropy = forward(learner.model, small, self.device, bool(self.loss.entropy_coef), self.split(until_backward), self.vision)
-                        loss, seen = step_loss(logprobs, entropy, to_device(small, self.device), self.loss, kind)
+                        if there.old_logprobs is None and kind != "sft":
+                            there.old_logprobs = logprobs.detach()
+                            old.append(there.old_logprobs * there.response_mask)
+                        loss, seen = step_loss(logprobs, entropy, there, self.loss, kind)
                         seen |= route_metrics(self.replays, small) if self.replays and rows else {}
                     (loss * self.places).backward()            # FSDP2 takes the mean over ranks, the loss is a sum over data-parallel places
                 for name, (total, count) in (seen | {prefix + "loss": (loss.detach(), 0.0)}).items():
@@ -635,7 +650,7 @@ class Rank:
             metrics[prefix + "grad_norm"][1] += 1 / self.places
             metrics[prefix + "learning_rate"] = [rate / self.places, 1 / self.places]
         metrics[prefix + "loss"][1] = len(plan) * self.cfg.epochs / self.places      # a sum over micro-batches and ranks, a mean over optimizer steps
-        return {name: (float(total), float(count)) for name, (total, count) in metrics.items()}
+        return {name: (float(total), float(count)) for name, (total, count) in metrics.items()}, [numbers.cpu() for numbers in old]
 
     # ---- publish
     def open_transfer(self, backend: str, engines: list, workers_per_engine: int, address: str) -> None:
@@ -709,6 +724,16 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
+def in_rows(batch: Batch, plan: list[list[list[int]]], told: list[list[Tensor]]) -> Tensor:
+    """[B, T] of the pieces [b, t] that the data-parallel places told of their micro-batches; 0 beyond them."""
+    out = torch.zeros(batch.response_mask.shape)
+    for mine, pieces in zip(plan, told):
+        for rows, piece in zip(mine, pieces):
+            if rows:
+                out[torch.tensor(rows), : piece.shape[1]] = piece
+    return out
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
     return replace(batch, **{f.name: getattr(batch, f.name).to(device) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)})
 
@@ -746,21 +771,23 @@ class Trainer:
         same, plan = self.cfg.same_rows, plan_microbatches(batch, torch.arange(len(batch.lengths)), self.cfg.places, self.cfg.tokens_per_microbatch)
         stored = ray.put(batch)
         results = await asyncio.gather(*[rank.per_token.remote(stored, plan[i // same], what) for i, rank in enumerate(self.ranks)])
-        out = torch.zeros(batch.response_mask.shape)
-        for mine, pieces in zip(plan, results[::same]):                            # one rank of each data-parallel place
-            for rows, piece in zip(mine, pieces):
-                if rows:
-                    out[torch.tensor(rows), : piece.shape[1]] = piece
-        return out                                                                 # [B, T]
+        return in_rows(batch, plan, results[::same])                               # one rank of each data-parallel place
 
     async def update(self, batch: Batch, kind: str) -> dict[str, float]:
-        """One batch's optimizer steps of the policy with POLICY_LOSSES[kind], or of the critic ("value"); metrics, each a sum over a count."""
+        """One batch's optimizer steps of the policy with POLICY_LOSSES[kind], or of the critic ("value"); metrics, each a sum over a count.
+
+        batch.old_logprobs may be None when there is one optimizer step: its own forward then tells them, and they are put there.
+        """
         steps = int(batch.minibatch.max()) + 1
+        if kind not in ("value", "sft") and batch.old_logprobs is None and steps * self.cfg.epochs > 1:
+            raise ValueError(f"{steps * self.cfg.epochs} optimizer steps a batch need old_logprobs from before the first: await Trainer.logprobs, and put them into the batch.")
         plans = [plan_microbatches(batch, (batch.minibatch == m).nonzero()[:, 0], self.cfg.places, self.cfg.tokens_per_microbatch) for m in range(steps)]
         stored, same = ray.put(batch), self.cfg.same_rows
         seen = await asyncio.gather(*[rank.update.remote(stored, [plan[i // same] for plan in plans], kind) for i, rank in enumerate(self.ranks)])
+        if any(pieces for _, pieces in seen):
+            batch.old_logprobs = in_rows(batch, plans[0], [pieces for _, pieces in seen[::same]])
         totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for name, (total, count) in (item for metrics in seen[::same] for item in metrics.items()):      # by name: ranks may have seen different ones
+        for name, (total, count) in (item for metrics, _ in seen[::same] for item in metrics.items()):   # by name: ranks may have seen different ones
             totals[name] = [totals[name][0] + total, totals[name][1] + count]
         return {name: total / max(count, 1e-12) for name, (total, count) in totals.items()}
 

@@ -77,12 +77,13 @@ async def generation(cfg: Config, parts: Parts, steps: float) -> tuple[list[dict
 
 
 async def training(cfg: Config, parts: Parts, batches: list[list]) -> list[dict]:
-    """Seconds and tokens of the loop's work on each batch: collate, old logprobs, advantages, update."""
+    """Seconds and tokens of the loop's work on each batch: collate, advantages, update."""
     rows, method = [], ESTIMATORS[cfg.estimator]
     for groups in batches:
         began = time.monotonic()
         batch = collate([r for g in groups for r in g.rollouts], AGGREGATIONS[cfg.losses.aggregation], cfg.generator.temperature, cfg.trainer.minibatches, version=0)
-        batch.old_logprobs = await parts.trainer.logprobs(batch)
+        if cfg.old_first:
+            batch.old_logprobs = await parts.trainer.logprobs(batch)
         batch.advantages = method(batch, cfg.estimation)
         await parts.trainer.update(batch, cfg.losses.loss)
         rows.append({"step_seconds": time.monotonic() - began, "response_tokens": int(batch.response_mask.sum())})

@@ -640,7 +640,7 @@ def critic(model: str, device: str) -> dict:
     errors = []
     for _ in range(12):
         batch.values, = rank.per_token(batch, everything, "values")
-        metrics = rank.update(batch, [everything], "value")
+        metrics, _ = rank.update(batch, [everything], "value")
         errors.append(metrics["value_error"][0] / metrics["value_error"][1])
     rank.update(batch, [everything], "ppo")
     shape = list(rank.critic.model(input_ids=batch.token_ids[:1].long().to(rank.device), use_cache=False).logits.shape)
@@ -706,7 +706,7 @@ def size(model: str, device: str, name: str, rank: str, port: str, place: str) -
         return {n: t.clone() for n, t in me.parameters().items()}
 
     began_update = time.monotonic()
-    metrics = me.update(batch, [mine], "ppo")
+    metrics, _ = me.update(batch, [mine], "ppo")
     seconds = time.monotonic() - began_update
     me.save(f"{place}/{name}-checkpoint")
     me.update(batch, [mine], "ppo")
@@ -747,7 +747,7 @@ def memory(model: str, device: str) -> dict:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
             began = time.monotonic()
-            metrics = rank.update(batch, [everything], "ppo")
+            metrics, _ = rank.update(batch, [everything], "ppo")
             seconds = time.monotonic() - began
             seen[name] = seen.get(name) or {"grad_norm": metrics["grad_norm"][0] / metrics["grad_norm"][1]}
         gb = (torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30) if device == "cuda" else (0.0, 0.0)

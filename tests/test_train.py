@@ -357,7 +357,7 @@ def test_the_loop_books_what_a_step_waits_for_where_it_waits(scripted, tmp_path)
             await asyncio.sleep(1)
 
     async def scenario():
-        cfg = Config(steps=2, eval_every=1, eval_samples=0, checkpoint_every=1, save_rollouts=False, generator=GeneratorConfig(prompts_per_step=2, group_size=2))
+        cfg = Config(steps=2, eval_every=1, eval_samples=0, checkpoint_every=1, save_rollouts=False, generator=GeneratorConfig(prompts_per_step=2, group_size=2), trainer=TrainerConfig(epochs=2))
         pool = SlowPool(PromptStream([{"prompt": str(n)} for n in range(4)], 0), run_group, 2, max_staleness=1, wanted=4)
         log = SlowLog(cfg, tmp_path, 0)
         busy(1)                                            # before the loop: no part of it

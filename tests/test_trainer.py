@@ -118,17 +118,18 @@ def test_learning_rate_warms_up_and_decays_to_zero():
 
 
 @settings(max_examples=60, deadline=None)
-@given(tokens=st.integers(1, 40), words=st.integers(2, 30), temperature=st.floats(0.1, 2.0), entropy=st.booleans(), unsaid=st.booleans(), at_once=st.integers(1, 700), seed=st.integers(0, 1000))
-def test_logprobs_entropies_and_their_gradients_are_those_of_a_float64_softmax_whatever_the_pieces(tokens, words, temperature, entropy, unsaid, at_once, seed):
-    """Oracle: autograd through log_softmax in float64. bfloat16 logits get a bfloat16 gradient, of the same numbers."""
+@given(tokens=st.integers(1, 40), words=st.integers(2, 30), temperature=st.floats(0.1, 2.0), entropy=st.booleans(), unsaid=st.booleans(), never=st.booleans(), at_once=st.integers(1, 700), seed=st.integers(0, 1000))
+def test_logprobs_entropies_and_their_gradients_are_those_of_a_float64_softmax_whatever_the_pieces(tokens, words, temperature, entropy, unsaid, never, at_once, seed):
+    """Oracle: autograd through log_softmax in float64. bfloat16 logits get a bfloat16 gradient, of the same numbers. A logit of -inf (`never`) is a chance of 0, whose p log p is 0."""
     draw = torch.Generator().manual_seed(seed)
     logits, targets = (4 * torch.randn(tokens, words, generator=draw)).bfloat16(), torch.randint(words, (tokens,), generator=draw)
+    logits[targets != 0, 0] = -math.inf if never else 0.0
     weight, of_entropy = torch.randn(2, tokens, generator=draw)
     word = words - 1 if unsaid else None
     exact = logits.double().requires_grad_()
     lowered = exact / temperature + F.one_hot(torch.tensor(words - 1), words) * (-100.0 / temperature) * unsaid
     log_p = lowered.log_softmax(-1)
-    wanted, h = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    wanted, h = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)
     ((wanted * weight).sum() + (h * of_entropy).sum() * entropy).backward()
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         mine = logits.to(dtype).requires_grad_()
@@ -292,7 +293,7 @@ def test_replaying_a_models_own_choice_changes_nothing(mixture):
     batch = replace(batch, routed_experts=[experts[i, : n - 1].numpy() for i, n in enumerate(batch.lengths.tolist())])
     assert torch.equal(rank.per_token(batch, [[0, 1, 2]], "logprobs")[0], plain[0])
     batch.old_logprobs = batch.behaviour_logprobs = plain[0]
-    metrics = rank.update(batch, [[[0, 1, 2], []]], "ppo")
+    metrics, _ = rank.update(batch, [[[0, 1, 2], []]], "ppo")
     assert metrics["route_differs_frac"] == (0, 64) and metrics["route_recorded_frac"] == (64, 70)     # of two layers
 
 
@@ -493,6 +494,22 @@ def test_epochs_times_minibatches_above_one_make_the_clip_act(cluster, loop):
         metrics = loop.run_until_complete(trainer.update(batch, "ppo"))
         end(trainer)
         assert (metrics["clip_frac"] > 0.01, metrics["policy_kl"] > 1e-5) == (clipped, clipped)
+
+
+def test_the_forward_of_a_single_optimizer_step_tells_old_logprobs(cluster, loop):
+    """Two ranks, several micro-batches, one of them idle: what `update` puts into the batch is what `logprobs` says, and every metric is as if it had been given. Two steps want it given."""
+    trainer = trainer_of(loop, TrainerConfig(trainers=2, learning_rate=0.0, tokens_per_microbatch=12), LossConfig(entropy_coef=0.1))
+    batch = batch_of([5, 9, 3, 12, 7, 7, 2, 10, 4])
+    batch.behaviour_logprobs = batch.behaviour_logprobs * 0.9
+    before = loop.run_until_complete(trainer.logprobs(batch))
+    assert [] in plan_microbatches(batch, torch.arange(9), 2, 12)[1]
+    told = loop.run_until_complete(trainer.update(batch, "ppo"))
+    torch.testing.assert_close(batch.old_logprobs, before, atol=0, rtol=0)
+    given = loop.run_until_complete(trainer.update(batch, "ppo"))
+    with pytest.raises(ValueError, match="2 optimizer steps a batch need old_logprobs"):
+        loop.run_until_complete(trainer.update(replace(batch, old_logprobs=None, minibatch=torch.arange(9) % 2), "ppo"))
+    end(trainer)
+    assert told == pytest.approx(given, rel=1e-6) and told["policy_kl"] == 0 and told["mismatch_kl"] > 0
 
 
 def test_the_kl_to_the_reference_starts_at_zero_and_grows(cluster, loop):
