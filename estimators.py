@@ -326,6 +326,7 @@ class Estimator:
     reads: tuple[str, ...] = ()
     groups: bool = False               # a baseline within the prompt, so --group-size must be above 1
     critic: bool = False               # reads batch.values, so a value model is trained along
+    old: bool = False                  # reads batch.old_logprobs whatever the KL flags say: they are then there before the update
     teacher: bool = False              # reads batch.ref_logprobs of --ref whatever the KL flags say
     rewards: bool = True
 
@@ -349,5 +350,5 @@ ESTIMATORS = {                         # the only list of names: the CLI reads i
     "reinforce_baseline": Estimator(reinforce_baseline, reads=("whiten",), groups=True),
     "flash_reinforce": Estimator(flash_reinforce),
     "gae": Estimator(gae, reads=("gamma", "gae_lambda", "whiten", *KL_REWARD), critic=True),
-    "on_policy_distill": Estimator(on_policy_distill, teacher=True, rewards=False),
+    "on_policy_distill": Estimator(on_policy_distill, old=True, teacher=True, rewards=False),
 }

@@ -121,8 +121,8 @@ class Config:
 
     @property
     def old_first(self) -> bool:
-        """Something reads pi_old before or after the first optimizer step, so it has a forward of its own; else the update's forward tells it."""
-        return self.trainer.optimizer_steps > 1 or ESTIMATORS[self.estimator].teacher or self.estimation.kl_reward_coef > 0
+        """Advantages or a second optimizer step read pi_old, so it has a forward of its own; else that of the one step tells it."""
+        return self.trainer.optimizer_steps > 1 or ESTIMATORS[self.estimator].old or self.estimation.kl_reward_coef > 0
 
     @property
     def reference(self) -> bool:

@@ -326,7 +326,7 @@ async def main(bench: Bench) -> None:
         directory = Path(place)
         make_prompts(AutoTokenizer.from_pretrained(model), 4 * prompts, prompt, directory / "prompts.jsonl")
         (directory / "agent.py").write_text(ENV.format(turns=1))
-        size = ["--context-length", "256" if bench.tiny else "1024", "--max-num-seqs", "1024", "--max-num-batched-tokens", "8192"]
+        size = ["--context-length", "256" if bench.tiny else "1024", "--max-num-seqs", "1024", "--max-num-batched-tokens", "8192", "--tokens-per-microbatch", "32768"]
         cfg, _ = parse(["--model", str(model), "--agent", str(directory / "agent.py"), "--prompts", str(directory / "prompts.jsonl"), "--prompts-per-step", str(prompts), "--group-size", str(samples),
                         "--max-new-tokens", str(answer), "--learning-rate", "1e-6", "--agent-workers", "1" if bench.tiny else "4", *size,
                         "--eval-every", "0", "--eval-prompts", "1", "--eval-samples", "0", "--checkpoint-every", "0", *bench.flags])

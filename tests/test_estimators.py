@@ -575,7 +575,8 @@ def test_a_row_says_what_its_method_reads(name):
     assert changes(rollout_group=torch.tensor([0, 1, 1])) == method.groups
     assert changes(values=batch.values * 2) == method.critic
     assert changes(ref_logprobs=batch.ref_logprobs * 2) == method.teacher
-    assert not changes(**({} if method.critic else {"values": None}), **({} if method.teacher else {"ref_logprobs": None, "old_logprobs": None}))
+    assert changes(old_logprobs=batch.old_logprobs * 2) == method.old
+    assert not changes(**({} if method.critic else {"values": None}), **({} if method.teacher else {"ref_logprobs": None}), **({} if method.old else {"old_logprobs": None}))
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))

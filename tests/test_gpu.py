@@ -58,7 +58,7 @@ def needs(*checks: Check):
     return pytest.mark.parametrize("seen", checks, ids=str, indirect=True)
 
 
-AT_ONCE = 5                            # programs on a GPU, with 16 cores to each GPU
+AT_ONCE = 6                            # programs on a GPU, with 16 cores to each GPU
 
 
 class Programs:
@@ -186,7 +186,7 @@ def seen(request, programs) -> dict:
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(3600)]               # a test waits for a program, which has a limit of its own
 
 
-@needs(*[Check("publishes", kind, 2, 420) for kind in ("tied", "dense", "experts", "corrected")], *[Check("publishes", kind, 1, 420, gb) for kind, gb in (("tied", 36), ("dense", 36), ("experts", 42))])
+@needs(*[Check("publishes", kind, 2, 420, gb) for kind, gb in (("tied", 20), ("dense", 20), ("corrected", 20), ("experts", 28))], *[Check("publishes", kind, 1, 420, gb) for kind, gb in (("tied", 36), ("dense", 36), ("experts", 42))])
 def test_every_token_has_the_logprob_of_the_version_it_carries_over_20_publishes_in_flight(seen, rehearse):
     """64 answers in flight all the time, an update of all weights and a publish, 20 times; two GPUs: nccl, one: ipc.
 
@@ -211,7 +211,7 @@ def test_speculation_and_prefix_caching_leave_labels_and_logprobs_as_they_are_ov
     assert np.median(seen["older_mean"]) > 2 * np.median(seen["gap_mean"])      # it learns slowly, so as to go on repeating
 
 
-@needs(*[Check("sizes", kind, 2, 360, 36) for kind in ("tied", "dense", "experts")])
+@needs(*[Check("sizes", kind, 2, 360, gb) for kind, gb in (("tied", 28), ("dense", 32), ("experts", 36))])
 def test_every_size_has_one_ranks_logprobs_gradient_norm_and_weights(seen, rehearse):
     """Two ranks split each way, all at once on two GPUs, beside one rank: logprobs inside the band, gradient norms within 2 %, the export and
     what a publish sends bit by bit the original, names included; and an update after saving and loading is the update before."""
@@ -223,7 +223,7 @@ def test_every_size_has_one_ranks_logprobs_gradient_norm_and_weights(seen, rehea
         assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4 if rehearse else 0.02), (one, many)
 
 
-@needs(*[Check("memory", kind, gb=45) for kind in ("tied", "experts")])
+@needs(*[Check("memory", kind, gb=36) for kind in ("tied", "experts")])
 def test_what_offload_and_recomputation_save_and_cost(seen, rehearse):
     """One rank, each flag by itself, the same update: gradient norm stays, memory falls; the peak is below what rank_memory foretells."""
     plain = seen["plain"]
@@ -292,7 +292,7 @@ def test_the_quick_start_learns_on_one_gpu(seen):
 
 
 @pytest.mark.long
-@needs(Check("smollm2", "smollm2", 1, 510, 70))                          # few beside it: it has a claim on time
+@needs(Check("smollm2", "smollm2", 1, 510, 50))                          # few beside it: it has a claim on time
 def test_smollm2_reaches_030_on_chain_sum_within_five_minutes_on_one_gpu(seen, rehearse):
     """recipes/smollm2.py, warm-up included; the model is models/smollm2, or what --smollm2 names."""
     assert rehearse or (max(seen["greedy"]) >= 0.30 and seen["seconds"] < 300 and max(seen["gap_mean"]) <= 0.08)    # larger logits than a random model's, so a wider band

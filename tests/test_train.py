@@ -379,6 +379,12 @@ def test_rows_of_an_older_run_lack_phases_and_the_terminal_shows_them_all_the_sa
     assert re.search(r"1│ 0.250│ .*nan", shown.get()), shown.get()
 
 
+def test_pi_old_has_a_forward_of_its_own_where_something_reads_it_before_or_after_the_first_optimizer_step():
+    for cfg, first in ((Config(), False), (Config(estimator="gae"), False), (Config(losses=LossConfig(kl_coef=0.1)), False), (Config(trainer=TrainerConfig(epochs=2)), True), (Config(trainer=TrainerConfig(minibatches=2)), True),
+                       (Config(estimator="on_policy_distill", trainer=TrainerConfig(ref="x")), True), (Config(estimator="reinforce", estimation=EstimatorConfig(kl_reward_coef=0.1)), True)):
+        assert cfg.old_first == first, cfg
+
+
 # ---------------------------------------------------------------------------------------------------- what breaks
 def test_a_group_whose_worker_dies_while_an_engine_is_broken_holds_up_no_drain():
     """The worker dies first; when it is back an engine is broken, which only the publish behind the drain mends: the group counts as one that waits for an engine."""
