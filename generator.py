@@ -225,6 +225,7 @@ class Engine:
         self.untie = tie_word_embeddings and transfer == "gloo"    # the CPU engine prepacks a head of its own
         self.version = -1                                          # dummy weights: nothing may be sampled before the first publish
         self.edges: dict[str, list[tuple[int, int]]] = {}          # request in flight over a publish -> (its tokens up to here, the version that sampled them)
+        self.missing: list[str] | None = None                      # engine parameters that the last update did not reach; None: it is not over
         self.serial = itertools.count()                            # a name may come again, before a cancelled request of the same one has left
         self.llm = None
 
@@ -313,13 +314,14 @@ class Engine:
 
         AsyncLLM.pause_generation would also sleep 20 ms, for old tokens to arrive: here the send lies between, and the label changes after it.
         """
+        self.missing = None
         await self._control(self.llm.renderer.clear_mm_cache_async())
         await self._control(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True))
 
     @ray.method(concurrency_group="control")
     async def resume(self, version: int) -> list[str]:
-        """From here on tokens are of `version`; those that requests in flight have so far are of the one before. Returns the engine parameters that the last update did
-        not reach, over all workers; if there are any, it stays paused.
+        """From here on tokens are of `version`; those that requests in flight have so far are of the one before. Returns the engine parameters that the update did
+        not reach; if there are any, it stays paused.
 
         What vLLM's process sent before the pause may still lie in its client's queue, or be under way through it in pieces
         of 128 requests: it is counted first.
@@ -334,10 +336,10 @@ class Engine:
             self.version = version
             await self.llm.resume_generation()
 
-        missing = {name for names in await self._control(self.llm.collective_rpc("missing_weights")) for name in names}
-        if not missing:
+        assert self.missing is not None, "resumed before the last weights have come"
+        if not self.missing:
             await self._control(relabel())
-        return sorted(missing)
+        return self.missing
 
     @ray.method(concurrency_group="control")
     async def init_weight_transfer_engine(self, info: dict) -> None:
@@ -346,18 +348,10 @@ class Engine:
         await self._control(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
 
     @ray.method(concurrency_group="control")
-    async def start_weight_update(self) -> None:
-        await self._control(self.llm.start_weight_update())
-
-    @ray.method(concurrency_group="control")
-    async def update_weights(self, info) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await self._control(self.llm.update_weights(WeightTransferUpdateRequest(info)))
-
-    @ray.method(concurrency_group="control")
-    async def finish_weight_update(self) -> None:
-        await self._control(self.llm.finish_weight_update())
+    async def receive(self, info: dict | None, last: bool) -> None:
+        """Weights of a publish: all, or the next of them. Behind the `last` it is known which parameters, over all workers, they did not reach."""
+        told = await self._control(self.llm.collective_rpc("receive", kwargs={"info": info, "last": last}))
+        self.missing = sorted({name for names in told for name in names}) if last else None
 
     @ray.method(concurrency_group="control")
     async def stop(self) -> None:

@@ -9,6 +9,7 @@ Sources: vllm.distributed.weight_transfer (vLLM 0.29); the pause-send-resume ord
 """
 
 import asyncio
+import math
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager
@@ -40,6 +41,7 @@ class PolicySource(WeightSource):
         held = model.state_dict().keys()
         self.buffers = [name for name, buffer in model.named_buffers() if name in held and buffer.is_floating_point()]   # that a checkpoint holds
         self.unchanged: dict[str, str] = {}                              # what a checkpoint holds as it is -> its name there: asked of the library once, not at each publish
+        self.told: list[ParamMeta] = []                                  # metadata: no update changes it
 
     def converted(self, materialize) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, tensor in its wire dtype) of everything that is sent; materialize makes a parameter a whole tensor of a dtype.
@@ -47,17 +49,19 @@ class PolicySource(WeightSource):
         Large tensors travel in the engine's dtype; small ones (norms, biases, routers) exact: the engine may hold them in float32.
         So do buffers that a checkpoint holds: a router's correction, which the engine has as a parameter.
         """
+        embedding = self.model.get_input_embeddings().weight if self.tied_head else None
         for name, parameter in [*self.model.named_parameters(), *((name, self.model.get_buffer(name)) for name in self.buffers)]:
             tensor = materialize(parameter, torch.float32 if parameter.numel() < SMALL else self.dtype)
             pairs = [(self.unchanged[name], tensor)] if name in self.unchanged else to_hf(self.model, name, tensor)
             if len(pairs) == 1 and pairs[0][1] is tensor:
                 self.unchanged[name] = pairs[0][0]
             yield from ((hf, t.contiguous()) for hf, t in pairs)
-            if self.tied_head and parameter is self.model.get_input_embeddings().weight:
+            if parameter is embedding:
                 yield "lm_head.weight", tensor.contiguous()
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.converted(lambda p, dtype: torch.empty(p.shape, dtype=dtype, device="meta"))]
+        self.told = self.told or [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.converted(lambda p, dtype: torch.empty(p.shape, dtype=dtype, device="meta"))]
+        return self.told
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         def gather(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -141,12 +145,13 @@ class GlooWorker(NCCLWeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info) -> None:
-        expected = [torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for dtype, shape in zip(update_info.dtype_names, update_info.shapes)]
-        for chunk in chunks(zip(update_info.names, expected), lambda pair: pair[1].nbytes):
-            packed = torch.empty(sum(t.nbytes for _, t in chunk), dtype=torch.uint8)
+        dtypes = [getattr(torch, name) for name in update_info.dtype_names]
+        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in zip(dtypes, update_info.shapes)]
+        for chunk in chunks(zip(update_info.names, dtypes, update_info.shapes, sizes), lambda item: item[3]):
+            packed = torch.empty(sum(size for *_, size in chunk), dtype=torch.uint8)
             dist.broadcast(packed, group_src=0, group=self.model_update_group)
-            parts = packed.split([t.nbytes for _, t in chunk])
-            self.model.load_weights([(name, part.clone().view(t.dtype).view(t.shape)) for (name, t), part in zip(chunk, parts)])
+            parts = packed.split([size for *_, size in chunk])
+            self.model.load_weights([(name, part.clone().view(dtype).view(shape)) for (name, dtype, shape, _), part in zip(chunk, parts)])
 
 
 def chunks(items: Iterable, size: Callable) -> Iterator[list]:
@@ -167,7 +172,7 @@ WeightTransferTrainerFactory.register_engine("gloo", GlooTrainer)
 
 # ---------------------------------------------------------------------------------------------------- coverage
 class Receiver:
-    """Mixed into vLLM's worker: counts what a publish really loaded, parameter by parameter."""
+    """Mixed into vLLM's worker: takes the weights of a publish and counts what it really loaded, parameter by parameter."""
 
     def ping(self) -> bool:
         """Answers when the worker does: not while it is stuck in a transfer."""
@@ -181,7 +186,7 @@ class Receiver:
         self.needed = elements(model, tied)
 
         def recording(weights):
-            if not self.loaded:                              # now, at the start of an update: outside one, packed weights are empty,
+            if not targets:                                  # again in the first update: outside one, packed weights are empty,
                 self.needed = elements(model, tied)          # and in one, a tied head has a placeholder of its own
             weights, reached = list(weights), set()
             if any(name not in targets for name, _ in weights):
@@ -196,6 +201,17 @@ class Receiver:
             return reached
 
         model.load_weights = recording
+
+    def receive(self, info: dict | None, last: bool) -> list[str]:
+        """vLLM's start, update and finish of a publish in one call, or in one a buffer; after the `last` says what none of them reached."""
+        if not self.loaded:
+            self.start_weight_update()
+        if info is not None:
+            self.update_weights(info)
+        if not last:
+            return []
+        self.finish_weight_update()
+        return self.missing_weights()
 
     def missing_weights(self) -> list[str]:
         """Engine parameters that the last update left untouched or filled only in part; clears the notes.
@@ -225,10 +241,10 @@ def elements(model: torch.nn.Module, tied: set[str]) -> dict[str, int]:
 
 # ---------------------------------------------------------------------------------------------------- the two ends meet
 class EngineClient:
-    """vLLM's control plane of an update, for several engines: each call goes to all, each engine gets ranks of its own."""
+    """vLLM's control plane of an update, for several engines: each call goes to all, each engine gets ranks of its own. `whole`: an update is one call (not so with ipc)."""
 
-    def __init__(self, engines: list, workers_per_engine: int):
-        self.engines, self.workers = engines, workers_per_engine
+    def __init__(self, engines: list, workers_per_engine: int, whole: bool):
+        self.engines, self.workers, self.whole = engines, workers_per_engine, whole
 
     def begin_init(self, info: dict) -> list:
         return [e.init_weight_transfer_engine.remote(info | {"rank_offset": info["rank_offset"] + i * self.workers} if "rank_offset" in info else info)
@@ -243,13 +259,13 @@ class EngineClient:
         self.wait(self.begin_init(info))
 
     def start_weight_update(self) -> None:
-        self.wait([e.start_weight_update.remote() for e in self.engines])
+        """Nothing yet: an engine starts with the first weights that come, and, if `whole`, ends with them."""
 
     def update_weights(self, info) -> None:
-        self.wait([e.update_weights.remote(info) for e in self.engines])
+        self.wait([e.receive.remote(info, self.whole) for e in self.engines])
 
     def finish_weight_update(self, weight_version=None) -> None:
-        self.wait([e.finish_weight_update.remote() for e in self.engines])
+        self.whole or self.wait([e.receive.remote(None, True) for e in self.engines])
 
 
 def open_transfer(backend: str, rank: int, source: PolicySource, engines: list, workers_per_engine: int, address: str):
@@ -268,7 +284,7 @@ def open_transfer(backend: str, rank: int, source: PolicySource, engines: list, 
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
         info = IPCTrainerInitInfo(packed=True, rank=rank)
-    return WeightTransferTrainerFactory.trainer_init(info, client=EngineClient(engines, workers_per_engine), source=source)
+    return WeightTransferTrainerFactory.trainer_init(info, client=EngineClient(engines, workers_per_engine, backend != "ipc"), source=source)
 
 
 async def publish(trainer, engines: list, version: int, waiting: Callable[[str], AbstractAsyncContextManager]) -> None:

@@ -578,16 +578,24 @@ def test_tokens_sent_before_a_pause_keep_their_version_however_far_the_client_is
         engine = Engine.__ray_metadata__.modified_class("", GeneratorConfig(max_num_seqs=300), "float32", "gloo", False)
         engine.version, engine.loop = 0, asyncio.get_running_loop()
         engine.llm = SimpleNamespace(engine_core=SimpleNamespace(outputs_queue=queue), output_processor=SimpleNamespace(request_states=states), resume_generation=lambda: asyncio.sleep(0, resumed.append(1)),
-                                     collective_rpc=lambda method: asyncio.sleep(0, [list(missing)]))
+                                     collective_rpc=lambda method, kwargs: asyncio.sleep(0, [[], list(missing)]))      # of two workers
         handling = asyncio.ensure_future(handler())
         for step in range(steps):
             queue.put_nowait(step)
             if step >= behind:
                 going.set()
                 await asyncio.sleep(0)
-        missing.append("head.weight")
-        assert await engine.resume(1) == ["head.weight"] and engine.version == 0 and not engine.edges and not resumed
+        for last, names in ((False, []), (True, ["head.weight"])):            # part of the weights, and all of them but one
+            missing[:] = names
+            await engine.receive({}, last)
+            if last:
+                assert await engine.resume(1) == ["head.weight"]
+            else:
+                with pytest.raises(AssertionError, match="before the last weights"):
+                    await engine.resume(1)
+            assert engine.version == 0 and not engine.edges and not resumed
         missing.clear()
+        await engine.receive({}, True)
         assert await engine.resume(1) == [] and resumed
         handling.cancel()
         assert engine.version == 1

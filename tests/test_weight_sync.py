@@ -18,7 +18,7 @@ from losses import AGGREGATIONS
 from recipes.arithmetic import prompts
 from train import Config, resolve, start, waiting
 from trainer import TrainerConfig
-from weight_sync import PolicySource, Receiver, publish
+from weight_sync import EngineClient, PolicySource, Receiver, publish
 
 from conftest import ROOT, TINY
 
@@ -118,7 +118,9 @@ def test_b18_coverage_names_a_parameter_that_no_part_or_only_some_parts_reached(
     worker = Receiver()
     model = Model()
     worker.model_runner = types.SimpleNamespace(get_model=lambda: model)
+    model.mlp = torch.nn.Parameter(torch.zeros(0))           # packed, as a CPU engine's linears are outside an update
     worker.watch_weights()
+    model.mlp = torch.nn.Parameter(torch.zeros(12))
     for name in ("qa", "qb", "qc", "ma", "mb"):
         model.load_weights([(name, torch.zeros(4))])
     assert worker.missing_weights() == ["mlp"]               # 8 of its 12 elements
@@ -140,6 +142,49 @@ def test_b18_a_tied_head_is_covered_by_the_embedding_although_an_update_gives_it
     for name in ("qa", "qb", "qc", "ma", "mb", "mc"):
         model.load_weights([(name, torch.zeros(4))])
     assert worker.missing_weights() == []
+
+
+class Worker(Receiver):
+    """A stand-in for vLLM's worker, with its three calls of an update."""
+
+    def __init__(self):
+        model, self.calls = Model(), []
+        self.model_runner = types.SimpleNamespace(get_model=lambda: model)
+        self.watch_weights()
+
+    def start_weight_update(self):
+        self.calls.append("start")
+
+    def update_weights(self, info):
+        self.calls.append("update")
+        self.model_runner.get_model().load_weights([(name, torch.zeros(4)) for name in info["names"]])
+
+    def finish_weight_update(self):
+        self.calls.append("finish")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_publish_is_one_call_of_an_engine_or_one_a_buffer_and_says_in_the_end_what_is_missing(monkeypatch, whole):
+    """nccl and gloo tell of all weights at once: one call, not four. ipc of a buffer of them: two buffers and the end are three. vLLM's order holds in both, twice over; what was loaded before counts no more."""
+    import ray
+
+    names, worker, calls = ["qa", "qb", "qc", "ma", "mb", "mc"], Worker(), []
+
+    def receive(info, last):
+        calls.append(last)
+        return worker.receive(info, last)
+
+    client = EngineClient([types.SimpleNamespace(receive=types.SimpleNamespace(remote=receive))], 1, whole)
+    told = []
+    monkeypatch.setattr(ray, "get", told.extend)
+    for sent in (names, names[:5]):
+        client.start_weight_update()
+        for buffer in [sent] if whole else [sent[:3], sent[3:]]:
+            client.update_weights({"names": buffer})
+        client.finish_weight_update()
+    assert calls == ([True] if whole else [False, False, True]) * 2
+    assert worker.calls == (["start", "update", "finish"] if whole else ["start", "update", "update", "finish"]) * 2
+    assert told == ([[], ["mlp"]] if whole else [[], [], [], [], [], ["mlp"]])
 
 
 def test_b18_the_source_sends_small_tensors_exact_and_a_tied_head_when_the_engine_has_its_own():
@@ -174,6 +219,9 @@ def test_the_library_is_asked_once_for_the_name_of_what_a_checkpoint_holds_as_it
     assert first.keys() == second.keys()
     fresh = dict(PolicySource(model, torch.bfloat16, torch.device("cpu"), tied_head=False))
     assert all(torch.equal(second[name], fresh[name]) for name in fresh) and not torch.equal(second["model.norm.weight"], torch.ones(128))
+    metadata = source.metadata()
+    asked.clear()
+    assert source.metadata() == metadata and not asked
 
 
 def test_a_publish_that_leaves_a_parameter_behind_fails_the_run_and_names_it(loop):
