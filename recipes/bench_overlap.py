@@ -1,23 +1,23 @@
 """What overlap pays: a step against generation alone and training alone, on the same actors in one run.
 
-    python recipes/bench_overlap.py [-- any flag of train.py]      about 3 minutes
+    python recipes/bench_overlap.py [-- any flag of train.py]      about 6 minutes
 
 The trainer is pinned to core 1, the driver, the engine and the agent worker to core 0, one thread each, in every measurement (Ray's own processes run
 where there is room): on cores that both share, a step costs the sum of the two, whatever the order. Every measurement starts a batch of prompt groups as
-the loop does, all at once when the last are complete. They take turns, --rounds times, so that a machine whose speed drifts slows all of them alike;
-figures are medians over the steps of all rounds, the first --warm and the last of each round left out (beside the last nothing is generated). The
-columns from "quick" on are the same with lower quartiles: cores of a virtual machine may flip between two speeds within seconds, whatever runs there.
+the loop does, all at once when the last are complete. They take turns, --rounds short ones in changing order, so that a machine whose speed drifts slows
+all of them alike: cores of a virtual machine may flip between two speeds within seconds, whatever runs there. Figures are means over the steps of all
+turns (medians of two speeds are the one or the other), the first --warm and the last of each turn left out (beside the last nothing is generated).
 The learning rate is 0, so that the policy, and with it the length of its answers, is the same in all of them; everything else of an update is done.
 "Beside generation" is training alone while the engine samples, with nothing exchanged: what it takes longer is the cores', not the loop's.
 """
 
 import asyncio
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -39,7 +39,7 @@ from train import Config, Log, Parts, loop, make_pool, parse, quiet, resolve, st
 class Bench:
     """Step time against generation alone and training alone."""
 
-    rounds: int = 3                    # turns of each measurement
+    rounds: int = 6                    # turns of each measurement
     measured: int = 6                  # steps of a turn that count
     warm: int = 2                      # steps before them that do not
     flags: Annotated[tuple[str, ...], tyro.conf.Positional] = ()   # flags of train.py, behind --
@@ -117,25 +117,21 @@ async def main(bench: Bench) -> None:
     parts = await start(cfg, replace(resolve(cfg), cores=1))
     await pin(parts)
     await parts.publish(0)
-    steps, counted, seen = bench.warm + bench.measured + 1, slice(bench.warm, -1), defaultdict(list)
-    for _ in range(bench.rounds):
-        rows, batches = await generation(cfg, parts, steps)
-        seen["generation alone"] += rows[counted]
-        seen["training alone"] += (await training(cfg, parts, batches))[counted]
-        seen["training beside generation"] += (await beside(cfg, parts, batches))[counted]
-        for k, what in enumerate(("synchronous step, --max-staleness 0", "asynchronous step, --max-staleness 1")):
-            seen[what] += (await loop_rows(cfg, parts, steps, k))[counted]
-    rows = [{"what": what} | {name: statistics.median(row.get(name, 0.0) for row in steps) for name in ("step_seconds", "response_tokens", "wait_seconds", "publish_seconds")} for what, steps in seen.items()]
+    steps, counted, seen = bench.warm + bench.measured + 1, slice(bench.warm, -1), {}
+    _, batches = await generation(cfg, parts, steps)
+    measurements = {
+        "generation alone": lambda: generation(cfg, parts, steps), "training alone": lambda: training(cfg, parts, batches), "training beside generation": lambda: beside(cfg, parts, batches),
+        "synchronous step, --max-staleness 0": lambda: loop_rows(cfg, parts, steps, 0), "asynchronous step, --max-staleness 1": lambda: loop_rows(cfg, parts, steps, 1)}
+    for turn in range(bench.rounds):
+        for what in random.Random(turn).sample(list(measurements), len(measurements)):
+            rows = await measurements[what]()
+            seen.setdefault(what, []).extend((rows[0] if isinstance(rows, tuple) else rows)[counted])
+    rows = [{"what": what} | {name: statistics.fmean(row.get(name, 0.0) for row in seen[what]) for name in ("step_seconds", "response_tokens", "update_seconds", "wait_seconds", "publish_seconds")} for what in measurements]
     for row in rows:
-        row["quick"] = statistics.quantiles([step["step_seconds"] for step in seen[row["what"]]], n=4)[0]
-    for name in ("step_seconds", "quick"):
-        alone, trained = rows[0][name], rows[1][name]
-        for row in rows:
-            row |= {f"{name}/larger": row[name] / max(alone, trained), f"{name}/sum": row[name] / (alone + trained)}
-    Console(width=140).print(table("Seconds, medians", rows, {
-        "what": ("", "{}"), "step_seconds": ("seconds", "{:.3f}"), "step_seconds/larger": ("/ larger", "{:.2f}"), "step_seconds/sum": ("/ sum", "{:.2f}"),
-        "quick": ("quick", "{:.3f}"), "quick/larger": ("/ larger", "{:.2f}"), "quick/sum": ("/ sum", "{:.2f}"),
-        "response_tokens": ("tokens", "{:.0f}"), "wait_seconds": ("wait", "{:.3f}"), "publish_seconds": ("publish", "{:.3f}")}))
+        row |= {"larger": row["step_seconds"] / max(r["step_seconds"] for r in rows[:2]), "sum": row["step_seconds"] / sum(r["step_seconds"] for r in rows[:2])}
+    Console(width=140).print(table(f"Seconds, means of {bench.rounds * bench.measured} steps", rows, {
+        "what": ("", "{}"), "step_seconds": ("seconds", "{:.3f}"), "larger": ("/ larger alone", "{:.2f}"), "sum": ("/ their sum", "{:.2f}"),
+        "response_tokens": ("tokens", "{:.0f}"), "update_seconds": ("update", "{:.3f}"), "wait_seconds": ("wait", "{:.3f}"), "publish_seconds": ("publish", "{:.3f}")}))
     await asyncio.wait([asyncio.ensure_future(e.stop.remote()) for e in parts.engines], timeout=10)
     ray.shutdown()
 

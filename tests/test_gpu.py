@@ -754,6 +754,7 @@ def memory(model: str, device: str) -> dict:
         seen[name] |= {"update_seconds": seconds, "held_gb": gb[0], "peak_gb": gb[1], "rank_gb": sum(rank_memory(Shape.of(config), config, rank.cfg, 0, 0).values())}
         del rank
         dist.destroy_process_group()
+        gc.unfreeze()                                          # Rank.start has frozen it, cycles of modules and hooks included
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
