@@ -217,7 +217,7 @@ class TokenScores(torch.autograd.Function):
                 p = x.exp().mul_(scale[rows])
                 torch.mul(p, x.clamp_(min=NEVER).add_((h - total.log())[rows, None]).mul_(g_h[rows, None]).add_(g[rows, None]), out=gradient[rows])
         if h is not None:
-            of_target = of_target - log_p.exp() * (log_p + h) * g_h
+            of_target = of_target - log_p.exp() * (log_p.clamp(min=NEVER) + h) * g_h
         of_target = torch.where(mine, (of_target / temperature).to(gradient.dtype), gradient.gather(1, place)[:, 0])
         return gradient.scatter_(1, place, of_target[:, None]), None, None, None, None, None
 

@@ -265,7 +265,8 @@ class EngineClient:
         self.wait([e.receive.remote(info, self.whole) for e in self.engines])
 
     def finish_weight_update(self, weight_version=None) -> None:
-        self.whole or self.wait([e.receive.remote(None, True) for e in self.engines])
+        if not self.whole:
+            self.wait([e.receive.remote(None, True) for e in self.engines])
 
 
 def open_transfer(backend: str, rank: int, source: PolicySource, engines: list, workers_per_engine: int, address: str):
