@@ -725,6 +725,12 @@ class Pool:
     def filtered(self, group: Group) -> bool:
         return bool(self.band) and not self.band[0] < group.mean_reward < self.band[1]
 
+    def ready(self, count: int) -> bool:
+        """Whether `take(count)` would wait for nothing, so that not even one pass of the event loop comes between."""
+        complete = itertools.takewhile(lambda f: f.ended is not None, self.running) if self.order == "start" else (f for f in self.running if f.ended is not None)
+        groups = [f.task.result() for f in complete]
+        return sum(len(g.rollouts) >= self.min_rollouts and not self.filtered(g) for g in groups) >= count
+
     async def take(self, count: int) -> list[Group]:
         """The next `count` usable groups. Raises ValueError when nothing usable comes any more."""
         assert count + self.taken <= self.slots, f"{count} groups wanted and {self.taken} not released, of {self.slots} slots: this would wait for ever"

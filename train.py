@@ -604,7 +604,8 @@ async def loop(cfg: Config, parts: Parts, pool: Pool, held_out: list[dict], log:
     clock.take()                                                                  # the first step begins here, each other with the row before it
     for version in range(first, cfg.steps):
         async with clock("generate", partial(parts.waiting_for, pool)):
-            groups = await parts.guarded(pool.take(P), version)                   # none started more than max_staleness publishes ago
+            taking = pool.take(P)                                                 # none started more than max_staleness publishes ago
+            groups = await (taking if pool.ready(P) else parts.guarded(taking, version))   # at once where it can: the trainer has its batch before the groups just released are sent out
         async with clock("samples", f"the batch of step {version + 1}"):          # from here on the pool's next groups are generated meanwhile
             batch = collate([rollout for group in groups for rollout in group.rollouts], aggregation, cfg.generator.temperature, cfg.trainer.minibatches, cfg.losses.mask_truncated, version)
             batch.rollout_rewards = shape_rewards(batch, cfg.estimation, cfg.generator.context_length)   # [R]

@@ -139,18 +139,20 @@ async def test_no_group_starts_before_release_frees_its_slot():
 
 
 @scenario
-async def test_groups_just_released_are_sent_out_before_the_trainer_has_the_next_batch():
-    """Step 1 takes 0 and 1 and releases them; 2 and 3 are complete, and when the loop has them, 4 and 5 are on their way: engines do not wait for a batch to be made."""
-    from train import Parts
-
-    script = Script()
-    pool = pool_of(script, 2, max_staleness=1)
-    taking = await begin(script, pool, 2)
-    await script.finish(0, 1, 2, 3)
-    await taking
-    pool.release(2, 1)
-    assert script.started == [0, 1, 2, 3]
-    assert numbers(await Parts(None, [None], [None], None, GeneratorConfig()).guarded(pool.take(2), 1)) == [2, 3] and script.started == [0, 1, 2, 3, 4, 5]
+async def test_groups_that_are_all_there_are_taken_before_those_just_released_are_sent_out():
+    """Step 1 takes 0 and 1 and releases them; 2 and 3 are complete, so step 2 has them before the event loop starts 4 and 5. With 3 unusable it must wait."""
+    for lost, ready in ({}, True), ({3: 1}, False):
+        script = Script(lost)
+        pool = pool_of(script, 2, max_staleness=1)
+        taking = await begin(script, pool, 2)
+        assert not pool.ready(1)
+        await script.finish(0, 1, 2, 3)
+        await taking
+        pool.release(2, 1)
+        assert pool.ready(2) == ready and pool.ready(1)
+        with pytest.raises(StopIteration) as done:         # the coroutine's end: nothing was awaited
+            pool.take(2 if ready else 1).send(None)
+        assert numbers(done.value.value) == ([2, 3] if ready else [2]) and script.started == [0, 1, 2, 3]
 
 
 @scenario

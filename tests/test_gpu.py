@@ -58,7 +58,7 @@ def needs(*checks: Check):
     return pytest.mark.parametrize("seen", checks, ids=str, indirect=True)
 
 
-AT_ONCE = 6                            # programs on a GPU, with 16 cores to each GPU
+AT_ONCE = 7                            # programs on a GPU, with 16 cores to each GPU
 
 
 class Programs:
@@ -186,7 +186,8 @@ def seen(request, programs) -> dict:
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(3600)]               # a test waits for a program, which has a limit of its own
 
 
-@needs(*[Check("publishes", kind, 2, 420, gb) for kind, gb in (("tied", 20), ("dense", 20), ("corrected", 20), ("experts", 28))], *[Check("publishes", kind, 1, 420, gb) for kind, gb in (("tied", 36), ("dense", 36), ("experts", 42))])
+@needs(Check("publishes", "tied", 2, 460, 20), Check("publishes", "dense", 2, 450, 20), Check("publishes", "experts", 2, 480, 28), Check("publishes", "corrected", 2, 470, 20),
+       Check("publishes", "tied", 1, 450, 31), Check("publishes", "dense", 1, 450, 31), Check("publishes", "experts", 1, 520, 37))
 def test_every_token_has_the_logprob_of_the_version_it_carries_over_20_publishes_in_flight(seen, rehearse):
     """64 answers in flight all the time, an update of all weights and a publish, 20 times; two GPUs: nccl, one: ipc.
 
@@ -202,7 +203,7 @@ def test_every_token_has_the_logprob_of_the_version_it_carries_over_20_publishes
     assert np.mean(seen["gap_mean"][-5:]) <= 1.5 * np.mean(seen["gap_mean"][:5]) + 1e-6
 
 
-@needs(Check("speculation", "repeats", 1, 420, 36, cpu=False))                # refused on a CPU: vLLM's sampler of drafts is wrong there
+@needs(Check("speculation", "repeats", 1, 440, 31, cpu=False))                # refused on a CPU: vLLM's sampler of drafts is wrong there
 def test_speculation_and_prefix_caching_leave_labels_and_logprobs_as_they_are_over_20_publishes_in_flight(seen):
     """The same with drafts from the text (n-gram, 3 tokens), by a model that repeats every other token: many drafts are accepted, and tokens are in the band of their version."""
     assert len(seen["gap_mean"]) == 21 and min(seen["tokens"]) >= 100 and seen["straddling"] >= 40
@@ -211,7 +212,7 @@ def test_speculation_and_prefix_caching_leave_labels_and_logprobs_as_they_are_ov
     assert np.median(seen["older_mean"]) > 2 * np.median(seen["gap_mean"])      # it learns slowly, so as to go on repeating
 
 
-@needs(*[Check("sizes", kind, 2, 360, gb) for kind, gb in (("tied", 28), ("dense", 32), ("experts", 36))])
+@needs(Check("sizes", "tied", 2, 370, 28), Check("sizes", "dense", 2, 360, 32), Check("sizes", "experts", 2, 380, 36))
 def test_every_size_has_one_ranks_logprobs_gradient_norm_and_weights(seen, rehearse):
     """Two ranks split each way, all at once on two GPUs, beside one rank: logprobs inside the band, gradient norms within 2 %, the export and
     what a publish sends bit by bit the original, names included; and an update after saving and loading is the update before."""
@@ -223,7 +224,7 @@ def test_every_size_has_one_ranks_logprobs_gradient_norm_and_weights(seen, rehea
         assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4 if rehearse else 0.02), (one, many)
 
 
-@needs(*[Check("memory", kind, gb=36) for kind in ("tied", "experts")])
+@needs(Check("memory", "tied", 1, 200, 36), Check("memory", "experts", 1, 375, 36))
 def test_what_offload_and_recomputation_save_and_cost(seen, rehearse):
     """One rank, each flag by itself, the same update: gradient norm stays, memory falls; the peak is below what rank_memory foretells."""
     plain = seen["plain"]
@@ -234,7 +235,7 @@ def test_what_offload_and_recomputation_save_and_cost(seen, rehearse):
     assert rehearse or seen["offload_optimizer"]["held_gb"] < 0.3 * plain["held_gb"]
 
 
-@needs(Check("images", "vision", 2), Check("images", "vision", 1))
+@needs(Check("images", "vision", 2, 400, 20), Check("images", "vision", 1, 410, 26))
 def test_the_trainer_sees_the_images_that_the_engine_saw_over_3_publishes(seen, rehearse):
     """Two turns with an image each: gaps in the band at each version, further off with each other's images (while the model is the one made: updates drown what images say); the tower moves."""
     mean, most = (EXACT, EXACT) if rehearse else (MEAN, MOST)
@@ -242,7 +243,7 @@ def test_the_trainer_sees_the_images_that_the_engine_saw_over_3_publishes(seen, 
     assert seen["swapped_mean"][0] > 1.5 * seen["gap_mean"][0] and min(seen["older_mean"]) > 3 * max(seen["gap_mean"]) and seen["tower_moved"] > 0
 
 
-@needs(*[Check("forward", kind) for kind in ("tied", "experts", "corrected")])
+@needs(Check("forward", "tied", 1, 190, 20), Check("forward", "experts", 1, 190, 26), Check("forward", "corrected", 1, 190, 20))
 def test_one_rank_has_float32_masters_bfloat16_compute_and_the_logprobs_of_transformers(seen, rehearse):
     """AutoModel's class under FSDP2 on one rank, from a bfloat16 checkpoint; the oracle is transformers' class in float32."""
     assert seen["masters"] == seen["gradients"] == ["torch.float32"] and seen["sharded"] == ["DTensor"]
@@ -250,14 +251,14 @@ def test_one_rank_has_float32_masters_bfloat16_compute_and_the_logprobs_of_trans
     assert seen["gap_mean"] <= MEAN and seen["gap_max"] <= MOST
 
 
-@needs(Check("critic", "tied"))
+@needs(Check("critic", "tied", 1, 195))
 def test_the_critic_learns_and_the_reference_starts_where_the_policy_does(seen):
     """One value a token, its error falls below a half of the first; log p under the reference equals the policy's."""
     assert seen["value_shape"][-1] == 1 and seen["error"][-1] < 0.5 * seen["error"][0]
     assert seen["ref_gap"] == 0.0 and seen["memory_gb"] <= seen["rank_gb"]
 
 
-@needs(Check("replay", "ties", 1, 500, 42))
+@needs(Check("replay", "ties", 1, 500, 37))
 def test_replay_takes_the_experts_of_the_engine_and_closes_the_gap_that_near_ties_open(seen, rehearse):
     """32 rollouts of three turns, one version, an engine with CUDA graphs; the router's scores lie about a bfloat16 step apart. Every token but the last has a
     record, prefix-cached ones too (rollouts of a prompt share it, and each turn its history); replayed gates take exactly these, and the gap is that of a dense model."""
@@ -271,28 +272,28 @@ def test_replay_takes_the_experts_of_the_engine_and_closes_the_gap_that_near_tie
     assert max(seen["replay"]["gap_mean_of_turn"]) <= MEAN
 
 
-@needs(Check("recompute", "experts"))
+@needs(Check("recompute", "experts", 1, 250, 26))
 def test_gradients_of_a_replayed_forward_are_the_same_with_activations_recomputed(seen, rehearse):
     """Random experts recorded for every token but the last; no more apart than a few times what the same backward done twice is, and far from those of the live choice."""
     assert seen["recomputed"] <= max(3 * seen["twice"], 2e-3)
     assert rehearse or seen["live"] > 10 * seen["recomputed"]
 
 
-@needs(Check("refused", seconds=200, gb=0, cpu=False))
+@needs(Check("refused", seconds=180, gb=0, cpu=False))
 def test_an_engine_that_leaves_the_trainer_too_little_is_refused_before_anything_starts(seen):
     """One GPU, 95 % of it for the engine: exit code 2, and the message names the flags that help."""
     assert seen["code"] == 2 and "share one GPU" in seen["output"] and "--tokens-per-microbatch" in seen["output"]
 
 
 @pytest.mark.long
-@needs(Check("quick_start", "tiny", 1, 500, 20))
+@needs(Check("quick_start", "tiny", 1, 490, 15))
 def test_the_quick_start_learns_on_one_gpu(seen):
     """`python train.py --estimator grpo` with nothing else than what lets it share its GPU with other checks: held-out greedy accuracy rises by 0.1 at least."""
     assert seen["greedy"][-1] >= seen["greedy"][0] + 0.1 and max(seen["gap_mean"]) <= MEAN
 
 
 @pytest.mark.long
-@needs(Check("smollm2", "smollm2", 1, 510, 50))                          # few beside it: it has a claim on time
+@needs(Check("smollm2", "smollm2", 1, 510, 45))                          # few beside it: it has a claim on time
 def test_smollm2_reaches_030_on_chain_sum_within_five_minutes_on_one_gpu(seen, rehearse):
     """recipes/smollm2.py, warm-up included; the model is models/smollm2, or what --smollm2 names."""
     assert rehearse or (max(seen["greedy"]) >= 0.30 and seen["seconds"] < 300 and max(seen["gap_mean"]) <= 0.08)    # larger logits than a random model's, so a wider band
@@ -362,7 +363,7 @@ def random_batch(rows: int, vocabulary: int, seed: int):
 
 # ---------------------------------------------------------------------------------------------------- the checks
 SPECULATION = '{"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}, "enable_prefix_caching": true, "disable_log_stats": false}'
-SHARED = dict(kv_cache_gb=4.0, gpu_memory_utilization=0.1)                # of an engine with others on its GPU: vLLM would take their comings and goings for its own
+SHARED = dict(kv_cache_gb=4.0, gpu_memory_utilization=0.06)               # of an engine with others on its GPU: vLLM would take their comings and goings for its own
 
 
 def drafts(engine) -> dict:
