@@ -409,6 +409,22 @@ def test_a_group_whose_worker_dies_while_an_engine_is_broken_holds_up_no_drain()
     assert asyncio.run(scenario()) == {7}
 
 
+def test_rollouts_that_cannot_be_written_end_the_run_at_the_next_step_or_checkpoint(tmp_path, monkeypatch):
+    """They are written beside the next step, so it is that step, or the checkpoint before it, that learns of a full disk."""
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    async def scenario(then):
+        log = Log(Config(), tmp_path, 0)
+        await log.save([], SimpleNamespace(version=0))
+        with pytest.raises(OSError, match="No space left"):
+            await then(log)
+
+    monkeypatch.setattr("train.save_rollouts", full)
+    asyncio.run(scenario(lambda log: log.save([], SimpleNamespace(version=1))))
+    asyncio.run(scenario(lambda log: log.checkpoint(1, None, None, 1.0)))
+
+
 # ---------------------------------------------------------------------------------------------------- README
 README = (ROOT / "README.md").read_text()
 PRESETS = {name: flags.split() for name, flags in re.findall(r"^\| ([^|`]+?) \| `(--estimator [^`]+)` \|$", README, re.M)}
