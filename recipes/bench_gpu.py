@@ -1,6 +1,7 @@
 """How close to the floor: generation against raw vLLM, training against a plain AutoModel step, publish, and the asynchronous step against both, in one run.
 
     python recipes/bench_gpu.py                     Qwen3-0.6B's shape, random weights, 64 prompts x 8 rollouts of 128 + 512 tokens; two GPUs
+    python recipes/bench_gpu.py --parts training publish -- --gpu-memory-utilization 0.2      on one GPU, which the engine shares
     python recipes/bench_gpu.py --kind experts --parts training steps       a mixture of 1.2B in 32 experts
     python recipes/bench_gpu.py --tiny              the same programs on a CPU, for whoever changes them; its ratios mean nothing
 
@@ -64,7 +65,7 @@ class AgentRunner(ChatAgent):
 
 @dataclass(frozen=True)
 class Bench:
-    """Ratios of one run on two GPUs."""
+    """Ratios of one run on two GPUs, or one."""
 
     kind: Literal["dense", "experts"] = "dense"   # Qwen3-0.6B's shape with a tied head, or 1.2B in 32 experts of which a token takes 4
     parts: tuple[Literal["generation", "training", "publish", "steps"], ...] = ("generation", "training", "publish", "steps")
@@ -246,14 +247,19 @@ def plain_step(rank, token_ids: torch.Tensor, lengths: torch.Tensor, budget: int
 
 async def trainings(cfg: Config, plan: Plan, parts: Parts, bench: Bench) -> list[dict]:
     """Tokens/s of update, and of logprobs (which a step with one optimizer step leaves out), on rows of equal and of mixed lengths, against a plain AutoModel step on rows of equal length: nothing padded there."""
+    from transformers import AutoConfig
+
     prompts, samples, prompt, answer = bench.sizes
     rollouts, method, rank, budget, rows = prompts * samples, ESTIMATORS[cfg.estimator], parts.trainer.ranks[0], cfg.trainer.tokens_per_microbatch, []
     vocabulary, draw = 2000 if bench.tiny else 151_643, np.random.default_rng(1)
-    mixed = draw.integers(1, answer + 1, rollouts).tolist()
+    mixed, active = draw.integers(1, answer + 1, rollouts).tolist(), plan.shape.parameters
+    if experts := plan.shape.num_experts:                                # a token takes some of them
+        config = AutoConfig.from_pretrained(plan.model)
+        active -= plan.shape.layer_experts * config.num_hidden_layers * (1 - config.num_experts_per_tok / experts)
     for what, lengths in (("equal", [answer] * rollouts), ("mixed", mixed)):
         batch = random_batch(cfg, vocabulary, lengths, prompt)
         tokens, seconds = int(batch.lengths.sum()), []
-        plain = tokens / await rank.__ray_call__.remote(plain_step, batch.token_ids, batch.lengths, budget, 3)
+        plain = tokens / await rank.__ray_call__.remote(plain_step, batch.token_ids, batch.lengths, min(budget, 16_384), 3)      # its float32 logits would not fit with more
         for _ in range(3):
             began = time.monotonic()
             batch.advantages, batch.old_logprobs = method(batch, cfg.estimation), None
@@ -264,7 +270,7 @@ async def trainings(cfg: Config, plan: Plan, parts: Parts, bench: Bench) -> list
         logprobs, update = (statistics.median(column) for column in list(zip(*seconds[1:])))
         unpadded = rows[0]["plain"] if rows else plain
         rows.append({"what": f"{what} lengths, {tokens:,} tokens", "logprobs": tokens / logprobs, "update": tokens / update, "plain": plain, "ratio": tokens / update / unpadded,
-                     "seconds": update, "flops": 6 * plan.shape.parameters * tokens / update / 1e12})
+                     "seconds": update, "flops": 6 * active * tokens / update / 1e12})
     return rows
 
 
