@@ -1,14 +1,16 @@
 """What overlap pays: a step against generation alone and training alone, on the same actors in one run.
 
-    python recipes/bench_overlap.py [-- any flag of train.py]      about 6 minutes
+    python recipes/bench_overlap.py [-- any flag of train.py]      about 8 minutes
 
 The trainer is pinned to core 1, the driver, the engine and the agent worker to core 0, one thread each, in every measurement (Ray's own processes run
 where there is room): on cores that both share, a step costs the sum of the two, whatever the order. Every measurement starts a batch of prompt groups as
 the loop does, all at once when the last are complete. They take turns, --rounds short ones in changing order, so that a machine whose speed drifts slows
 all of them alike: cores of a virtual machine may flip between two speeds within seconds, whatever runs there. Figures are means over the steps of all
 turns (medians of two speeds are the one or the other), the first --warm and the last of each turn left out (beside the last nothing is generated).
+A step waits for the slower of the two each time, so where each core changes its speed by itself the mean step is longer than the larger of the two means even if nothing
+else took time: "longer of each pair" divides by the mean, over all pairs of a step of generation alone and one of training alone, of the longer of the two.
 The learning rate is 0, so that the policy, and with it the length of its answers, is the same in all of them; everything else of an update is done.
-"Beside generation" is training alone while the engine samples, with nothing exchanged: what it takes longer is the cores', not the loop's.
+"Both at once" is the loop without publishes and without what it writes: what it takes longer than either is the cores'.
 """
 
 import asyncio
@@ -39,7 +41,7 @@ from train import Config, Log, Parts, loop, make_pool, parse, quiet, resolve, st
 class Bench:
     """Step time against generation alone and training alone."""
 
-    rounds: int = 6                    # turns of each measurement
+    rounds: int = 8                    # turns of each measurement
     measured: int = 6                  # steps of a turn that count
     warm: int = 2                      # steps before them that do not
     flags: Annotated[tuple[str, ...], tyro.conf.Positional] = ()   # flags of train.py, behind --
@@ -90,12 +92,16 @@ async def training(cfg: Config, parts: Parts, batches: list[list]) -> list[dict]
     return rows
 
 
-async def beside(cfg: Config, parts: Parts, batches: list[list]) -> list[dict]:
-    """The same while the engine samples batch after batch for nobody."""
-    sampling = asyncio.ensure_future(generation(cfg, parts, float("inf")))
-    rows = await training(cfg, parts, batches)
-    sampling.cancel()
-    await asyncio.wait([sampling])
+async def both(cfg: Config, parts: Parts, steps: int) -> list[dict]:
+    """The loop without publishes and without what it writes: groups are taken and trained while the next ones are generated."""
+    pool, rows = make_pool(cfg, parts, read_prompts(cfg.generator, "train"), 0), []
+    while len(rows) < steps:
+        began = time.monotonic()
+        groups = await pool.take(cfg.generator.prompts_per_step)
+        pool.release(len(groups), 0)
+        trained, = await training(cfg, parts, [groups])
+        await pool.drained(set())
+        rows.append(trained | {"step_seconds": time.monotonic() - began, "update_seconds": trained["step_seconds"]})
     return rows
 
 
@@ -120,17 +126,18 @@ async def main(bench: Bench) -> None:
     steps, counted, seen = bench.warm + bench.measured + 1, slice(bench.warm, -1), {}
     _, batches = await generation(cfg, parts, steps)
     measurements = {
-        "generation alone": lambda: generation(cfg, parts, steps), "training alone": lambda: training(cfg, parts, batches), "training beside generation": lambda: beside(cfg, parts, batches),
+        "generation alone": lambda: generation(cfg, parts, steps), "training alone": lambda: training(cfg, parts, batches), "both at once, no publish": lambda: both(cfg, parts, steps),
         "synchronous step, --max-staleness 0": lambda: loop_rows(cfg, parts, steps, 0), "asynchronous step, --max-staleness 1": lambda: loop_rows(cfg, parts, steps, 1)}
     for turn in range(bench.rounds):
         for what in random.Random(turn).sample(list(measurements), len(measurements)):
             rows = await measurements[what]()
             seen.setdefault(what, []).extend((rows[0] if isinstance(rows, tuple) else rows)[counted])
     rows = [{"what": what} | {name: statistics.fmean(row.get(name, 0.0) for row in seen[what]) for name in ("step_seconds", "response_tokens", "update_seconds", "wait_seconds", "publish_seconds")} for what in measurements]
+    longer = statistics.fmean(max(g["step_seconds"], t["step_seconds"]) for g in seen["generation alone"] for t in seen["training alone"])
     for row in rows:
-        row |= {"larger": row["step_seconds"] / max(r["step_seconds"] for r in rows[:2]), "sum": row["step_seconds"] / sum(r["step_seconds"] for r in rows[:2])}
-    Console(width=140).print(table(f"Seconds, means of {bench.rounds * bench.measured} steps", rows, {
-        "what": ("", "{}"), "step_seconds": ("seconds", "{:.3f}"), "larger": ("/ larger alone", "{:.2f}"), "sum": ("/ their sum", "{:.2f}"),
+        row |= {"larger": row["step_seconds"] / max(r["step_seconds"] for r in rows[:2]), "longer": row["step_seconds"] / longer, "both": row["step_seconds"] / rows[2]["step_seconds"], "sum": row["step_seconds"] / sum(r["step_seconds"] for r in rows[:2])}
+    Console(width=160).print(table(f"Seconds, means of {bench.rounds * bench.measured} steps", rows, {
+        "what": ("", "{}"), "step_seconds": ("seconds", "{:.3f}"), "larger": ("/ larger mean", "{:.2f}"), "longer": ("/ longer of each pair", "{:.2f}"), "both": ("/ both at once", "{:.2f}"), "sum": ("/ their sum", "{:.2f}"),
         "response_tokens": ("tokens", "{:.0f}"), "update_seconds": ("update", "{:.3f}"), "wait_seconds": ("wait", "{:.3f}"), "publish_seconds": ("publish", "{:.3f}")}))
     await asyncio.wait([asyncio.ensure_future(e.stop.remote()) for e in parts.engines], timeout=10)
     ray.shutdown()
