@@ -7,7 +7,7 @@ Letters: B rows (one a segment), T tokens, R rollouts, L response tokens of the 
 however many segments it has; where a method needs a *sequence*, that is a rollout: its response tokens in time order,
 across its segments and across whatever was observed in between.
 Tensors are in torch's default dtype: float32 in a run, float64 where recipes/exact_gradient.py holds them to the exact gradient.
-Sources: named in each function; the record's rules are arXiv:2607.21653, section 4.
+Sources: named in each function; the rules of Batch are arXiv:2607.21653, section 4.
 """
 
 import math

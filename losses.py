@@ -276,7 +276,7 @@ IGNORED = [                            # (flags that the others leave without ef
     (lambda c: c.mismatch_mode == "trunc" and c.mismatch_low != 0.5, "--mismatch-low {c.mismatch_low} is not read by --mismatch-mode trunc, which has an upper limit only; use clip or mask."),
     (lambda c: c.mismatch_gate == "ratio" and c.mismatch_limit != 0.05, "--mismatch-limit is read by --mismatch-gate binary_kl and tv; the ratio gate has --mismatch-low and --mismatch-high."),
     (lambda c: c.mismatch_gate != "ratio" and (c.mismatch_low, c.mismatch_high) != (0.5, 2.0), "--mismatch-low and --mismatch-high are read by --mismatch-gate ratio; {c.mismatch_gate} has --mismatch-limit."),
-    (lambda c: c.kl_kind == "k2" and not c.kl_coef, "--kl-kind k2 says which KL is in the loss, and --kl-coef 0 has none; set it."),
+    (lambda c: c.kl_kind != "k3" and not c.kl_coef, "--kl-kind {c.kl_kind} says which KL is in the loss, and --kl-coef 0 has none; set it."),
     (lambda c: c.kl_horizon != 10_000 and not c.kl_target, "--kl-horizon {c.kl_horizon} is read with --kl-target only; set it."),
 ]
 

@@ -10,7 +10,7 @@ turns (medians of two speeds are the one or the other), the first --warm and the
 A step waits for the slower of the two each time, so where each core changes its speed by itself the mean step is longer than the larger of the two means even if nothing
 else took time: "longer of each pair" divides by the mean, over all pairs of a step of generation alone and one of training alone, of the longer of the two.
 The learning rate is 0, so that the policy, and with it the length of its answers, is the same in all of them; everything else of an update is done.
-"Both at once" is the loop without publishes and without what it writes: what it takes longer than either is the cores'.
+"Both at once" is the loop without publishes and without what it writes: a step's distance from it is what these two cost.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from estimators import ESTIMATORS, collate  # noqa: E402
 from generator import read_prompts  # noqa: E402
 from losses import AGGREGATIONS  # noqa: E402
-from recipes.bench_pool import table  # noqa: E402
+from recipes.bench_pool import table, to_core  # noqa: E402
 from train import Config, Log, Parts, loop, make_pool, parse, quiet, resolve, start, start_ray  # noqa: E402
 
 
@@ -47,19 +47,12 @@ class Bench:
     flags: Annotated[tuple[str, ...], tyro.conf.Positional] = ()   # flags of train.py, behind --
 
 
-def to_core(core: int) -> None:
-    """Pin this process and its children, threads that run already too."""
-    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-        for thread in process.threads():
-            os.sched_setaffinity(thread.id, {core})
-
-
 async def pin(parts: Parts) -> None:
     """The trainer to core 1; the driver, engines and agent workers to core 0."""
-    for thread in psutil.Process().threads():                        # not its children: Ray's own processes run where there is room
-        os.sched_setaffinity(thread.id, {0})
-    await asyncio.gather(*[a.__ray_call__.remote(lambda self: to_core(0)) for a in parts.engines + parts.workers],
-                         *[r.__ray_call__.remote(lambda self: to_core(1)) for r in parts.trainer.ranks])
+    to_core([psutil.Process()], 0)                                   # not its children: Ray's own processes run where there is room
+    for actor, core in [(actor, 0) for actor in parts.engines + parts.workers] + [(rank, 1) for rank in parts.trainer.ranks]:
+        process = psutil.Process(await actor.__ray_call__.remote(lambda self: os.getpid()))
+        to_core([process, *process.children(recursive=True)], core)
 
 
 async def generation(cfg: Config, parts: Parts, steps: float) -> tuple[list[dict], list[list]]:

@@ -1,6 +1,6 @@
 """Shows how one saved rollout was trained, token by token: what was clipped, gated or left out, and how hard each token was pushed.
 
-    python recipes/explain.py runs/<name> --step 42 --rollout 7
+    python recipes/explain.py runs/<name> --step 1 --rollout 7
     python recipes/explain.py runs/<name> --policy runs/<name>/hf          the same tokens under a later policy: clipping acts
 
 All of a step's policy loss that reaches the model is one number a token, with A its advantage and w its mismatch weight:
