@@ -526,7 +526,7 @@ def start_ray(address: str | None) -> None:
         subprocess.Popen([sys.executable, str(ROOT / "recipes/reap.py"), str(os.getpid())], start_new_session=True,
                          stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     private = {} if address else {"object_store_memory": 512 * 2**20, "include_dashboard": False,
-                                  "_system_config": {"prestart_worker_first_driver": False, "enable_metrics_collection": False}}     # its idle workers and its statistics, which nobody reads, took 2 % of a core
+                                  "_system_config": {"prestart_worker_first_driver": False, "enable_metrics_collection": False}}     # its idle workers and its statistics, which nobody reads, took 3 % of a core
     if address and Path("~/.ray/auth_token").expanduser().is_file():
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # as `ray start --head` decides it
     try:
