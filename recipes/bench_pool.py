@@ -1,6 +1,6 @@
 """What the control plane costs: pool, agent worker and Ray around an engine that computes nothing.
 
-    python recipes/bench_pool.py               about 3 minutes; driver, worker and engine are pinned to one core
+    python recipes/bench_pool.py               about 2 minutes; driver, worker and engine are pinned to one core
 
 1. Overhead: thousands of rollouts in flight at once, of up to 32k tokens, with publishes in between, through the real Pool,
    AgentWorker and Ray: CPU of all three processes per rollout, and memory per token of what the pool holds.
