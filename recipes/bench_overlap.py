@@ -100,7 +100,7 @@ async def both(cfg: Config, parts: Parts, steps: int) -> list[dict]:
 
 async def loop_rows(cfg: Config, parts: Parts, steps: int, staleness: int) -> list[dict]:
     """Rows of train.py's own loop."""
-    cfg = replace(cfg, steps=steps, generator=replace(cfg.generator, max_staleness=staleness))
+    cfg = replace(cfg, steps=steps, generator=replace(cfg.generator, max_staleness=staleness, partial_rollout=cfg.generator.partial_rollout and staleness > 0))
     with tempfile.TemporaryDirectory() as directory:
         log = Log(cfg, Path(directory), 0)
         await parts.publish(0)
