@@ -96,9 +96,9 @@ class Config:
             raise ValueError(f"--kl-reward-kind {self.estimation.kl_reward_kind} says which KL is a reward, and --kl-reward-coef 0 has none; set it.")
         if estimator.teacher and train.ref is None:
             raise ValueError(f"--estimator {self.estimator} learns from a teacher: name it with --ref (a directory in Hugging Face layout or a hub id, same tokenizer).")
-        for name, value, usual in (("critic", train.critic, None), ("critic-learning-rate", train.critic_learning_rate, 1e-3), ("value-clip", self.losses.value_clip, 0.2)):
-            if value != usual and not estimator.critic:
-                raise ValueError(f"--{name} {value}: --estimator {self.estimator} has no critic. Use --estimator gae, or leave it out.")
+        for room, name in ((train, "critic"), (train, "critic_learning_rate"), (self.losses, "value_clip")):
+            if (value := getattr(room, name)) != getattr(type(room), name) and not estimator.critic:       # a class holds its defaults
+                raise ValueError(f"--{name.replace('_', '-')} {value}: --estimator {self.estimator} has no critic. Use --estimator gae, or leave it out.")
         if train.ref and not self.reference:
             raise ValueError(f"--ref {train.ref}: nothing reads a reference policy. Use --kl-coef, --kl-reward-coef or --estimator on_policy_distill.")
         if self.losses.kl_target and not (self.losses.kl_coef or self.estimation.kl_reward_coef):

@@ -259,7 +259,7 @@ async def trainings(cfg: Config, plan: Plan, parts: Parts, bench: Bench) -> list
     for what, lengths in (("equal", [answer] * rollouts), ("mixed", mixed)):
         batch = random_batch(cfg, vocabulary, lengths, prompt)
         tokens, seconds = int(batch.lengths.sum()), []
-        plain = tokens / await rank.__ray_call__.remote(plain_step, batch.token_ids, batch.lengths, min(budget, 16_384), 3)      # its float32 logits would not fit with more
+        plain = tokens / await rank.__ray_call__.remote(plain_step, batch.token_ids, batch.lengths, min(budget, 16_384), 3)      # by the sizes its float32 logits would not fit with more
         for _ in range(3):
             began = time.monotonic()
             batch.advantages, batch.old_logprobs = method(batch, cfg.estimation), None

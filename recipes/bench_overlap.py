@@ -55,19 +55,21 @@ async def pin(parts: Parts) -> None:
         to_core([process, *process.children(recursive=True)], core)
 
 
-async def generation(cfg: Config, parts: Parts, steps: float) -> tuple[list[dict], list[list]]:
-    """Seconds and tokens of each of so many batches of groups, started as the loop does: all at once when the last are complete, or, with --partial-rollout, when a batch is; and the batches."""
+async def generation(cfg: Config, parts: Parts, steps: int, trained: bool = False) -> tuple[list[dict], list[list]]:
+    """Seconds and tokens of each of so many batches of groups, started as the loop does: all at once when the last are complete, or, with --partial-rollout, when a batch is; and the batches.
+
+    `trained`: each is also trained while the next is generated, so that it is the loop without publishes and without what it writes.
+    """
     pool, rows, batches = make_pool(cfg, parts, read_prompts(cfg.generator, "train"), 0), [], []
-    try:
-        while len(rows) < steps:
-            began = time.monotonic()
-            batches.append(await pool.take(cfg.generator.prompts_per_step))
-            if not cfg.generator.partial_rollout:
-                await pool.drained(set())
-            pool.release(len(batches[-1]), 0)
-            rows.append({"step_seconds": time.monotonic() - began, "response_tokens": sum(int(s.response_mask.sum()) for g in batches[-1] for r in g.rollouts for s in r)})
-    finally:
-        await pool.drained(set())
+    for _ in range(steps):
+        began = time.monotonic()
+        batches.append(await pool.take(cfg.generator.prompts_per_step))
+        pool.release(len(batches[-1]), 0)
+        update = (await training(cfg, parts, batches[-1:]))[0]["step_seconds"] if trained else 0.0
+        if not cfg.generator.partial_rollout:
+            await pool.drained(set())
+        rows.append({"step_seconds": time.monotonic() - began, "update_seconds": update, "response_tokens": sum(int(s.response_mask.sum()) for g in batches[-1] for r in g.rollouts for s in r)})
+    await pool.drained(set())
     return rows, batches
 
 
@@ -82,19 +84,6 @@ async def training(cfg: Config, parts: Parts, batches: list[list]) -> list[dict]
         batch.advantages = method(batch, cfg.estimation)
         await parts.trainer.update(batch, cfg.losses.loss)
         rows.append({"step_seconds": time.monotonic() - began, "response_tokens": int(batch.response_mask.sum())})
-    return rows
-
-
-async def both(cfg: Config, parts: Parts, steps: int) -> list[dict]:
-    """The loop without publishes and without what it writes: groups are taken and trained while the next ones are generated."""
-    pool, rows = make_pool(cfg, parts, read_prompts(cfg.generator, "train"), 0), []
-    while len(rows) < steps:
-        began = time.monotonic()
-        groups = await pool.take(cfg.generator.prompts_per_step)
-        pool.release(len(groups), 0)
-        trained, = await training(cfg, parts, [groups])
-        await pool.drained(set())
-        rows.append(trained | {"step_seconds": time.monotonic() - began, "update_seconds": trained["step_seconds"]})
     return rows
 
 
@@ -119,7 +108,7 @@ async def main(bench: Bench) -> None:
     steps, counted, seen = bench.warm + bench.measured + 1, slice(bench.warm, -1), {}
     _, batches = await generation(cfg, parts, steps)
     measurements = {
-        "generation alone": lambda: generation(cfg, parts, steps), "training alone": lambda: training(cfg, parts, batches), "both at once, no publish": lambda: both(cfg, parts, steps),
+        "generation alone": lambda: generation(cfg, parts, steps), "training alone": lambda: training(cfg, parts, batches), "both at once, no publish": lambda: generation(cfg, parts, steps, trained=True),
         "synchronous step, --max-staleness 0": lambda: loop_rows(cfg, parts, steps, 0), "asynchronous step, --max-staleness 1": lambda: loop_rows(cfg, parts, steps, 1)}
     for turn in range(bench.rounds):
         for what in random.Random(turn).sample(list(measurements), len(measurements)):

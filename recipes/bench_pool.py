@@ -64,8 +64,9 @@ class ScriptedEngine:
 
 def to_core(processes: list[psutil.Process], core: int) -> None:
     """Pin processes, threads that run already too."""
-    for thread in (thread for process in processes for thread in process.threads()):
-        os.sched_setaffinity(thread.id, {core})
+    for process in processes:
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, {core})
 
 
 def cpu_seconds(processes: list[psutil.Process]) -> float:
