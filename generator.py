@@ -265,6 +265,7 @@ class Engine:
         return await asyncio.gather(*[self._one(s, *request) for request, s in zip(requests, sampling)])
 
     async def _one(self, sampling: Sampling, name: str, token_ids: np.ndarray, max_tokens: int, stop: list[str], images: list[Image] = []) -> Completion:
+        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams   # not from vllm, which looks the name up anew each time
 
         if self.version < 0:
@@ -272,10 +273,10 @@ class Engine:
         params = SamplingParams(
             n=1, temperature=sampling.temperature, top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
             repetition_penalty=1.0, seed=sampling.seed, max_tokens=max_tokens, min_tokens=0, stop=stop or None, ignore_eos=False, logprobs=0, flat_logprobs=True,
-            detokenize=bool(stop), skip_special_tokens=False, include_stop_str_in_output=True, output_kind=RequestOutputKind.FINAL_ONLY,
+            detokenize=bool(stop), skip_special_tokens=False, skip_clone=True, include_stop_str_in_output=True, output_kind=RequestOutputKind.FINAL_ONLY,
             logit_bias={self.vision.token: UNSAID} if self.vision else None)
         prompt = token_ids.tolist()
-        asked = {"prompt_token_ids": prompt}
+        asked = tokens_input(prompt)                               # nothing to render; a raw prompt would go through a thread of vLLM's
         if images:
             asked = {"prompt_token_ids": self.vision.collapse(prompt, images), "multi_modal_data": {"image": [picture(image.file) for image in images]}}
         request = f"{name}-{next(self.serial)}"

@@ -1,12 +1,12 @@
 """What overlap pays: a step against generation alone and training alone, on the same actors in one run.
 
-    python recipes/bench_overlap.py [-- any flag of train.py]      about 8 minutes
+    python recipes/bench_overlap.py [-- any flag of train.py]      about 5 minutes
 
-The trainer is pinned to core 1, the driver, the engine and the agent worker to core 0, one thread each, in every measurement (Ray's own processes run
-where there is room): on cores that both share, a step costs the sum of the two, whatever the order. Every measurement starts a batch of prompt groups as
-the loop does, all at once when the last are complete. They take turns, --rounds short ones in changing order, so that a machine whose speed drifts slows
-all of them alike: cores of a virtual machine may flip between two speeds within seconds, whatever runs there. Figures are means over the steps of all
-turns (medians of two speeds are the one or the other), the first --warm and the last of each turn left out (beside the last nothing is generated).
+The trainer is pinned to core 1; the driver, the engine, the agent worker and Ray's own processes to core 0, one thread each, in every measurement: on cores
+that both share, a step costs the sum of the two, whatever the order. Every measurement starts a batch of prompt groups as the loop does, all at once when the
+last are complete. They take turns, --rounds short ones in changing order, so that a machine whose speed drifts slows all of them alike: cores of a virtual
+machine may flip between two speeds within seconds, whatever runs there. Figures are means over the steps of all turns (medians of two speeds are the one or
+the other), the first --warm and the last of each turn left out (beside the last nothing is generated).
 A step waits for the slower of the two each time, so where each core changes its speed by itself the mean step is longer than the larger of the two means even if nothing
 else took time: "longer of each pair" divides by the mean, over all pairs of a step of generation alone and one of training alone, of the longer of the two.
 The learning rate is 0, so that the policy, and with it the length of its answers, is the same in all of them; everything else of an update is done.
@@ -48,11 +48,11 @@ class Bench:
 
 
 async def pin(parts: Parts) -> None:
-    """The trainer to core 1; the driver, engines and agent workers to core 0."""
-    to_core([psutil.Process()], 0)                                   # not its children: Ray's own processes run where there is room
-    for actor, core in [(actor, 0) for actor in parts.engines + parts.workers] + [(rank, 1) for rank in parts.trainer.ranks]:
-        process = psutil.Process(await actor.__ray_call__.remote(lambda self: os.getpid()))
-        to_core([process, *process.children(recursive=True)], core)
+    """The trainer to core 1, all else to core 0."""
+    driver = psutil.Process()
+    to_core([driver, *driver.children(recursive=True)], 0)
+    for rank in parts.trainer.ranks:
+        to_core([psutil.Process(await rank.__ray_call__.remote(lambda self: os.getpid()))], 1)
 
 
 async def generation(cfg: Config, parts: Parts, steps: int, trained: bool = False) -> tuple[list[dict], list[list]]:
