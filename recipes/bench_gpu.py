@@ -308,11 +308,11 @@ async def publishes(cfg: Config, parts: Parts, bench: Bench) -> list[dict]:
 
 # ---------------------------------------------------------------------------------------------------- steps
 async def steps(cfg: Config, parts: Parts, bench: Bench, partial: bool, trained: float) -> dict:
-    """The loop's steps, with or without partial rollout, beside generation alone in the same pool and training alone."""
-    cfg = replace(cfg, generator=replace(cfg.generator, partial_rollout=partial))
+    """The loop's steps, with or without partial rollout, beside generation alone, one batch after the other, and training alone."""
     await parts.publish(0)
-    rows, _ = await generation(cfg, parts, 1 + bench.measured + bench.measured % 2)
-    alone = statistics.fmean(row["step_seconds"] for row in rows[1:])      # of an even number: with --partial-rollout two batches start at once, and end so
+    rows, _ = await generation(replace(cfg, generator=replace(cfg.generator, partial_rollout=False)), parts, 1 + bench.measured)
+    alone = statistics.median(row["step_seconds"] for row in rows[1:])
+    cfg = replace(cfg, generator=replace(cfg.generator, partial_rollout=partial))
     rows = (await loop_rows(cfg, parts, bench.warm + bench.measured + 1, cfg.generator.max_staleness))[bench.warm: -1]      # beside the last nothing is generated
     seen = {name: statistics.median(row[name] for row in rows) for name in ("step_seconds", *(f"{phase}_seconds" for phase in PHASES))}
     return seen | {"what": "kept in flight over a publish" if partial else "ended before a publish", "alone": alone, "trained": trained, "ratio": seen["step_seconds"] / max(alone, trained)}
@@ -365,7 +365,7 @@ async def main(bench: Bench) -> None:
             rows = []
             for partial in (False, True):
                 rows.append(await steps(cfg, parts, bench, partial, report["training"][0]["seconds"] if "training" in report else 0.0))
-                show("steps", f"Seconds of a step, medians of {bench.measured}, of generation alone a mean", rows, {"step_seconds": ("step", "{:.2f}"), "alone": ("generation alone", "{:.2f}"), "trained": ("training alone", "{:.2f}"), "ratio": ("step / larger", "{:.3f}")}
+                show("steps", f"Seconds of a step, medians of {bench.measured}", rows, {"step_seconds": ("step", "{:.2f}"), "alone": ("generation alone", "{:.2f}"), "trained": ("training alone", "{:.2f}"), "ratio": ("step / larger", "{:.3f}")}
                      | {f"{phase}_seconds": (phase, "{:.2f}") for phase in PHASES})
         await asyncio.wait([asyncio.ensure_future(e.stop.remote()) for e in parts.engines], timeout=10)
         ray.shutdown()
