@@ -17,7 +17,7 @@ import string
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -307,15 +307,16 @@ async def publishes(cfg: Config, parts: Parts, bench: Bench) -> list[dict]:
 
 
 # ---------------------------------------------------------------------------------------------------- steps
-async def steps(cfg: Config, parts: Parts, bench: Bench, partial: bool, trained: float) -> dict:
-    """The loop's steps, with or without partial rollout, beside generation alone, one batch after the other, and training alone."""
+async def steps(cfg: Config, parts: Parts, bench: Bench, trained: float) -> AsyncIterator[dict]:
+    """The loop's steps, without and with partial rollout, beside generation alone, one batch after the other, and training alone."""
+    ended, kept = (replace(cfg, generator=replace(cfg.generator, partial_rollout=partial)) for partial in (False, True))
     await parts.publish(0)
-    rows, _ = await generation(replace(cfg, generator=replace(cfg.generator, partial_rollout=False)), parts, 1 + bench.measured)
+    rows, _ = await generation(ended, parts, 1 + bench.measured)
     alone = statistics.median(row["step_seconds"] for row in rows[1:])
-    cfg = replace(cfg, generator=replace(cfg.generator, partial_rollout=partial))
-    rows = (await loop_rows(cfg, parts, bench.warm + bench.measured + 1, cfg.generator.max_staleness))[bench.warm: -1]      # beside the last nothing is generated
-    seen = {name: statistics.median(row[name] for row in rows) for name in ("step_seconds", *(f"{phase}_seconds" for phase in PHASES))}
-    return seen | {"what": "kept in flight over a publish" if partial else "ended before a publish", "alone": alone, "trained": trained, "ratio": seen["step_seconds"] / max(alone, trained)}
+    for what, own in {"ended before a publish": ended, "kept in flight over a publish": kept}.items():
+        rows = (await loop_rows(own, parts, bench.warm + bench.measured + 1, cfg.generator.max_staleness))[bench.warm: -1]      # beside the last nothing is generated
+        seen = {name: statistics.median(row[name] for row in rows) for name in ("step_seconds", *(f"{phase}_seconds" for phase in PHASES))}
+        yield seen | {"what": what, "alone": alone, "trained": trained, "ratio": seen["step_seconds"] / max(alone, trained)}
 
 
 # ---------------------------------------------------------------------------------------------------- the run
@@ -363,8 +364,8 @@ async def main(bench: Bench) -> None:
                  {name: (name, "{:.3f}") for name in ("total", "pause", "send", "resume")})
         if "steps" in bench.parts:
             rows = []
-            for partial in (False, True):
-                rows.append(await steps(cfg, parts, bench, partial, report["training"][0]["seconds"] if "training" in report else 0.0))
+            async for row in steps(cfg, parts, bench, report["training"][0]["seconds"] if "training" in report else 0.0):
+                rows.append(row)
                 show("steps", f"Seconds of a step, medians of {bench.measured}", rows, {"step_seconds": ("step", "{:.2f}"), "alone": ("generation alone", "{:.2f}"), "trained": ("training alone", "{:.2f}"), "ratio": ("step / larger", "{:.3f}")}
                      | {f"{phase}_seconds": (phase, "{:.2f}") for phase in PHASES})
         await asyncio.wait([asyncio.ensure_future(e.stop.remote()) for e in parts.engines], timeout=10)
